@@ -119,6 +119,7 @@ fn of_store(error: &anyhow::Error) -> Option<(&'static str, u8)> {
         Error::Schema { .. } | Error::Manifest { .. } => ("manifest", DATA),
         Error::Damaged { .. } => ("damaged", DATA),
         Error::NoVersion { .. } => ("no_version", DATA),
+        Error::Pruned { .. } => ("pruned", DATA),
         Error::Unreachable { .. } => ("unreachable", DATA),
         Error::External { .. } => ("external", USAGE),
         Error::InvalidArgument(_) => ("invalid_argument", USAGE),

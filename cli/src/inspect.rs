@@ -4,7 +4,6 @@ use super::common::Common;
 use super::explain::{self, Bytes, Explained};
 use super::html::{self, Fact, Figures};
 use super::inputs::{ExpectArgs, favors, open};
-use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -12,13 +11,10 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::fmt;
-use std::fs::Permissions;
-use std::io::{self, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use tpde::{
-    Apply, BaseKind, Checkpoint, Codec, Error, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves,
-    Pair, PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
+    Apply, BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves, Pair,
+    PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
 };
 
 /// Describe a pair
@@ -173,23 +169,12 @@ impl Inspect {
     }
 
     fn write_page(&self, pair: &Pair<FileSource>, path: &Path, common: &Common) -> Result<()> {
-        let failed = |source| Error::Io { action: "create", path: path.to_owned(), source };
-        let exists = || io::Error::new(io::ErrorKind::AlreadyExists, "it exists (--force replaces it)");
-        if !self.force && path.symlink_metadata().is_ok() {
-            return Err(failed(exists()));
-        }
+        html::check_free(path, self.force)?;
         let moves = self.base.as_deref().map(|base| self.moves(pair, base, common)).transpose()?;
         let summary = summary(pair.index(), PairPaths::new(&self.pair));
         let name = summary.index.with_extension("").file_name().map(|name| Escaped(&name.to_string_lossy()).to_string());
         let page = html::page(&name.unwrap_or_default(), &summary.facts(), &Figures::new(pair.index(), moves));
-        // The page appears under its name once it is complete.
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let folder = TemporaryFolder::create_in(parent, ".tpde-html-").map_err(failed)?;
-        let all = Permissions::from_mode(0o666); // less the umask
-        let mut file = tempfile::Builder::new().permissions(all).tempfile_in(folder.path()).map_err(failed)?;
-        file.write_all(page.as_bytes()).and_then(|()| file.as_file().sync_all()).map_err(failed)?;
-        let kept = if self.force { file.persist(path) } else { file.persist_noclobber(path) };
-        kept.map(drop).map_err(|e| failed(if e.error.kind() == io::ErrorKind::AlreadyExists { exists() } else { e.error }))
+        html::write(path, &page, self.force)
     }
 
     /// How far the lanes of all tensors move.

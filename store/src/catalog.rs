@@ -1,31 +1,63 @@
-//! The versions of a store, read branch by branch, and the pairs that lead to one.
+//! The versions of a store, read branch by branch.
 
 use crate::error::{Error, Result};
-use crate::manifest::{Content, MAX_MANIFEST, Reference, StoredPair, Version};
-use crate::names::{self, BRANCHES, MAX_NUMBER};
+use crate::manifest::{Content, MAX_MANIFEST, Reference, Shortcut, Version};
+use crate::names::{self, BRANCHES, MAX_NUMBER, SHORTCUTS};
 use crate::remote::Remote;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// A branch: the versions behind its last deletion. What is before was deleted, and may be gone.
+/// A branch: the versions behind its last deletion, without those that were pruned. The others may be gone.
 #[derive(Default)]
 pub(crate) struct Branch {
     /// All manifests that there are, by number.
     manifests: BTreeMap<u64, Version>,
+    /// Numbers of the versions that were pruned.
+    pruned: BTreeSet<u64>,
     /// Number of the first version behind the last deletion.
     begin: u64,
 }
 
 impl Branch {
-    fn new(manifests: BTreeMap<u64, Version>) -> Self {
+    fn new(manifests: BTreeMap<u64, Version>, pruned: BTreeSet<u64>) -> Self {
         let deletion = manifests.values().rfind(|version| version.content == Content::Deleted);
-        Self { begin: deletion.map_or(0, |deletion| deletion.number + 1), manifests }
+        Self { begin: deletion.map_or(0, |deletion| deletion.number + 1), manifests, pruned }
     }
 
     /// The versions, in ascending order of number.
     pub fn versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
-        self.manifests.range(self.begin..).map(|(_, version)| version)
+        self.manifests.range(self.begin..).map(|(_, version)| version).filter(|version| !self.pruned.contains(&version.number))
+    }
+
+    /// All manifests but deletions, in ascending order of number: also of versions that were pruned, or whose branch was deleted.
+    pub fn all_versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
+        self.manifests.values().filter(|version| version.content != Content::Deleted)
+    }
+
+    /// Whether the version of this number can be named.
+    pub fn is_live(&self, number: u64) -> bool {
+        number >= self.begin && self.manifests.contains_key(&number) && !self.pruned.contains(&number)
+    }
+
+    /// Numbers of the versions that were pruned. Their manifests may be gone.
+    pub fn pruned(&self) -> &BTreeSet<u64> {
+        &self.pruned
+    }
+
+    /// The versions behind the last deletion that were pruned and are still there, in ascending order of number.
+    pub fn pruned_versions(&self) -> impl Iterator<Item = &Version> {
+        self.manifests.range(self.begin..).map(|(_, version)| version).filter(|version| self.pruned.contains(&version.number))
+    }
+
+    /// The error for a version that cannot be named.
+    fn no_version(&self, branch: &str, number: u64) -> Error {
+        let version = format!("{branch}@{number}");
+        if number < self.begin || !self.pruned.contains(&number) {
+            return Error::NoVersion { version };
+        }
+        let before = self.versions().rfind(|kept| kept.number < number);
+        let after = self.versions().find(|kept| kept.number > number);
+        Error::Pruned { version, kept: before.into_iter().chain(after).map(Version::name).collect() }
     }
 
     /// The newest version; `None` if there is no such branch.
@@ -43,7 +75,7 @@ impl Branch {
         self.begin.checked_sub(1)
     }
 
-    /// The manifests before the last deletion.
+    /// The manifests before the last deletion, deletions among them.
     pub fn deleted(&self) -> impl Iterator<Item = &Version> {
         self.manifests.range(..self.begin.saturating_sub(1)).map(|(_, version)| version)
     }
@@ -53,25 +85,15 @@ impl Branch {
 pub(crate) struct Catalog<'a> {
     remote: &'a Remote,
     branches: BTreeMap<String, Branch>,
+    /// The shortcuts to versions, by branch and number.
+    shortcuts: BTreeMap<(String, u64), Vec<Shortcut>>,
+    /// Names of the objects in which the shortcuts to versions of a branch are.
+    listed: BTreeMap<String, Vec<String>>,
 }
-
-/// How a version is rebuilt: a checkpoint that the caller has, or nothing, and pairs that are applied one after the other.
-#[derive(Debug, Default)]
-pub(crate) struct Route {
-    pub have: Option<PathBuf>,
-    pub pairs: Vec<StoredPair>,
-    /// Size of the anchor in bytes: of its pair, or of the tensors of a checkpoint that is not stored.
-    pub anchor_bytes: u64,
-    /// The anchor is the first pair.
-    pub is_whole: bool,
-}
-
-/// Checkpoints that the caller has: versions and paths.
-pub(crate) type Have = BTreeMap<(String, u64), PathBuf>;
 
 impl<'a> Catalog<'a> {
     pub fn new(remote: &'a Remote) -> Self {
-        Self { remote, branches: BTreeMap::new() }
+        Self { remote, branches: BTreeMap::new(), shortcuts: BTreeMap::new(), listed: BTreeMap::new() }
     }
 
     /// A branch. It has no versions if there is none of this name.
@@ -92,96 +114,71 @@ impl<'a> Catalog<'a> {
         Ok(&self.branches)
     }
 
-    /// The version that `text` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
-    pub fn find(&mut self, text: &str) -> Result<Version> {
-        let (branch, number) = names::version(text)?;
-        let branch = self.branch(branch)?;
-        let found = number.map_or_else(|| branch.head(), |number| branch.versions().find(|version| version.number == number));
-        found.cloned().ok_or_else(|| Error::NoVersion { version: text.to_owned() })
+    /// All shortcuts, whether or not the versions are still there.
+    pub fn all_shortcuts(&mut self) -> Result<Vec<Shortcut>> {
+        let listed = self.remote.list(SHORTCUTS)?;
+        let names = listed.into_iter().map(|entry| entry.name).filter(|name| names::of_shortcut(name).is_some());
+        let mut shortcuts = Vec::new();
+        let start = |name: &String| self.remote.get(name.clone(), None, MAX_MANIFEST);
+        Remote::each(names, start, |name, bytes| {
+            // One that was deleted since it was listed is no error.
+            shortcuts.extend(bytes.map(|bytes| Shortcut::parse(&bytes, &name)).transpose()?);
+            Ok(())
+        })?;
+        Ok(shortcuts)
     }
 
-    /// The version before, if it still is the one that `reference` means. Its branch may be deleted.
-    fn parent(&mut self, reference: &Reference) -> Result<Option<Version>> {
+    /// The version that `text` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
+    pub fn find(&mut self, text: &str) -> Result<Version> {
+        let (name, number) = names::version(text)?;
+        let branch = self.branch(name)?;
+        let Some(number) = number else {
+            return branch.head().cloned().ok_or_else(|| Error::NoVersion { version: text.to_owned() });
+        };
+        let found = branch.manifests.get(&number).filter(|_| branch.is_live(number));
+        found.cloned().ok_or_else(|| branch.no_version(name, number))
+    }
+
+    /// The version that `reference` means, if it is still there. It may be pruned, or its branch deleted.
+    pub fn at(&mut self, reference: &Reference) -> Result<Option<Version>> {
         let manifests = &self.branch(&reference.branch)?.manifests;
         Ok(manifests.get(&reference.number).filter(|version| version.id == reference.id).cloned())
     }
 
-    /// The versions of all branches, and their ancestors as far as an anchor: all that is needed to rebuild them.
-    pub fn needed(&mut self) -> Result<HashSet<Reference>> {
-        let versions: Vec<Version> = self.all()?.values().flat_map(Branch::versions).cloned().collect();
-        let mut needed = HashSet::new();
-        for version in versions {
-            let mut next = Some(version);
-            while let Some(at) = next
-                && needed.insert(at.reference())
-            {
-                next = match (&at.content, &at.parent) {
-                    (Content::Difference(_) | Content::Same, Some(parent)) => self.parent(parent)?,
-                    _ => None,
-                };
-            }
-        }
-        Ok(needed)
+    /// Whether a version can be named.
+    pub fn is_live(&mut self, reference: &Reference) -> Result<bool> {
+        let branch = self.branch(&reference.branch)?;
+        Ok(branch.is_live(reference.number)
+            && branch.manifests.get(&reference.number).is_some_and(|version| version.id == reference.id))
     }
 
-    /// The pairs that lead to a version. The way back ends at a checkpoint that the caller has, or at an anchor.
-    pub fn route(&mut self, version: &Version, have: &Have) -> Result<Route> {
-        let mut route = Route::default();
-        let mut seen = BTreeSet::new();
-        let mut at = version.clone();
-        let unreachable = |reason| Error::Unreachable { version: version.name(), reason };
-        loop {
-            if !seen.insert(at.reference()) {
-                return Err(unreachable(format!("{} is its own ancestor", at.name())));
+    /// The shortcuts to a version.
+    pub fn shortcuts(&mut self, to: &Version) -> Result<&[Shortcut]> {
+        let listed = match self.listed.entry(to.branch.clone()) {
+            Entry::Occupied(listed) => listed.into_mut(),
+            Entry::Vacant(new) => {
+                let listed = self.remote.list(&format!("{SHORTCUTS}/{}", to.branch))?;
+                new.insert(listed.into_iter().map(|entry| entry.name).collect())
             }
-            if let Some(path) = have.get(&(at.branch.clone(), at.number)) {
-                route.have = Some(path.clone());
-                route.anchor_bytes = at.tensor_bytes;
-                break;
+        };
+        match self.shortcuts.entry((to.branch.clone(), to.number)) {
+            Entry::Occupied(read) => Ok(read.into_mut()),
+            Entry::Vacant(new) => {
+                let below = names::shortcuts(&to.branch, to.number);
+                let names = listed.iter().filter(|name| name.starts_with(&below) && names::of_shortcut(name).is_some());
+                let mut shortcuts = Vec::new();
+                let start = |name: &&String| self.remote.get((*name).clone(), None, MAX_MANIFEST);
+                Remote::each(names, start, |name, bytes| {
+                    // One that was deleted since it was listed is no error.
+                    if let Some(bytes) = bytes {
+                        let shortcut = Shortcut::parse(&bytes, name)?;
+                        shortcuts.extend((shortcut.to.id == to.id).then_some(shortcut));
+                    }
+                    Ok(())
+                })?;
+                Ok(new.insert(shortcuts))
             }
-            match &at.content {
-                Content::Whole(pair) => {
-                    route.pairs.push(pair.clone());
-                    (route.anchor_bytes, route.is_whole) = (pair.bytes(), true);
-                    break;
-                }
-                Content::External { hint } => return Err(Error::External { version: at.name(), hint: hint.clone() }),
-                Content::Difference(pair) => route.pairs.push(pair.clone()),
-                Content::Same => {}
-                Content::Deleted => return Err(unreachable(format!("{} is a deletion", at.name()))),
-            }
-            let Some(reference) = at.parent.clone() else {
-                return Err(unreachable(format!("{} has no parent", at.name())));
-            };
-            at = self
-                .parent(&reference)?
-                .ok_or_else(|| unreachable(format!("its ancestor {}@{} was deleted", reference.branch, reference.number)))?;
         }
-        route.pairs.reverse();
-        Ok(route)
-    }
-
-    /// Number of versions, and size of their pairs in bytes, since the last anchor; and the size of that anchor.
-    pub fn since_anchor(&mut self, version: &Version) -> Result<(u64, u64, u64)> {
-        let (mut count, mut bytes) = (0, 0u64);
-        let mut seen = BTreeSet::new();
-        let mut at = version.clone();
-        while seen.insert(at.reference()) {
-            match &at.content {
-                Content::Whole(pair) => return Ok((count, bytes, pair.bytes())),
-                Content::External { .. } => return Ok((count, bytes, at.tensor_bytes)),
-                Content::Difference(pair) => {
-                    count += 1;
-                    bytes = bytes.saturating_add(pair.bytes());
-                }
-                Content::Same => {}
-                Content::Deleted => break,
-            }
-            let Some(parent) = at.parent.clone() else { break };
-            let Some(parent) = self.parent(&parent)? else { break };
-            at = parent;
-        }
-        Ok((count, bytes, version.tensor_bytes))
     }
 }
 
@@ -195,7 +192,10 @@ pub(crate) fn read_version(remote: &Remote, branch: &str, number: u64) -> Result
 /// Reads all manifests of a branch. A list may lack the newest ones, so the numbers behind its last one are tried too.
 fn read_branch(remote: &Remote, name: &str) -> Result<Branch> {
     let listed = remote.list(&format!("{BRANCHES}/{name}"))?;
-    let numbers = listed.iter().filter_map(|entry| names::of_manifest(&entry.name)).filter(|(branch, _)| *branch == name);
+    let is_here = |found: &(&str, u64)| found.0 == name;
+    let numbers = listed.iter().filter_map(|entry| names::of_manifest(&entry.name)).filter(is_here);
+    let pruned = listed.iter().filter_map(|entry| names::of_mark(&entry.name)).filter(is_here);
+    let pruned = pruned.map(|(_, number)| number).collect();
     let mut versions = BTreeMap::new();
     let start = |number: &u64| remote.get(names::manifest(name, *number), None, MAX_MANIFEST);
     Remote::each(numbers.map(|(_, number)| number), start, |number, bytes| {
@@ -212,5 +212,5 @@ fn read_branch(remote: &Remote, name: &str) -> Result<Branch> {
         versions.insert(next, version);
         next += 1;
     }
-    Ok(Branch::new(versions))
+    Ok(Branch::new(versions, pruned))
 }

@@ -98,6 +98,14 @@ impl Cache<'_> {
         Ok(Pair::open_with(self.stem(pair), &OpenOptions::default().expect(pair.digest.0), &|_| {})?)
     }
 
+    /// The index of a pair.
+    pub fn index(&self, pair: &StoredPair) -> Result<ValidatedIndex> {
+        let path = self.stem(pair).with_extension("tpde-index");
+        to_file(self.remote, &pair.index, &path, self.watch)?;
+        let bytes = FileSource::open(&path)?.read_all("size of the index", MAX_INDEX)?;
+        Ok(ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?)
+    }
+
     /// A pair with all its payloads.
     pub fn whole(&self, pair: &StoredPair) -> Result<Pair<FileSource>> {
         to_file(self.remote, &pair.index, &self.stem(pair).with_extension("tpde-index"), self.watch)?;
@@ -108,10 +116,7 @@ impl Cache<'_> {
     /// A pair with the payloads of tensors that `is_wanted` names. Other payloads are zeros, and reading them is an error. Returns
     /// the names of the base tensors of the wanted tensors too.
     pub fn partial(&self, pair: &StoredPair, is_wanted: &dyn Fn(&str) -> bool) -> Result<(Pair<FileSource>, Vec<String>)> {
-        let path = self.stem(pair).with_extension("tpde-index");
-        to_file(self.remote, &pair.index, &path, self.watch)?;
-        let bytes = FileSource::open(&path)?.read_all("size of the index", MAX_INDEX)?;
-        let index = ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?;
+        let index = self.index(pair)?;
         let mut ranges = Vec::from([HEADER]);
         let mut bases = Vec::new();
         for tensor in index.tensors().filter(|tensor| is_wanted(tensor.name)) {

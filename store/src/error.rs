@@ -72,6 +72,14 @@ pub enum Error {
         /// The version as `BRANCH@NUMBER`, or the branch.
         version: String,
     },
+    /// The version was pruned.
+    #[error("{} was pruned: expected a version that was kept, found one that was not (nearest: {})", Escaped(version), shown(kept))]
+    Pruned {
+        /// The version as `BRANCH@NUMBER`.
+        version: String,
+        /// The nearest versions that were kept: the one before, and the one after.
+        kept: Vec<String>,
+    },
     /// Another writer has created the version first. Nothing was overwritten. A new `put` continues from the new head.
     #[error("another writer has created {version} first: put again, on top of it")]
     Conflict {
@@ -115,4 +123,8 @@ impl Error {
     pub(crate) fn manifest(object: &str, reason: impl Display) -> Self {
         Self::Manifest { object: object.to_owned(), reason: reason.to_string() }
     }
+}
+
+fn shown(versions: &[String]) -> String {
+    if versions.is_empty() { "none".to_owned() } else { versions.join(", ") }
 }

@@ -5,11 +5,12 @@ use crate::download::{Cache, to_file};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, resolve};
-use crate::put::state;
+use crate::put::{open_source, state};
+use crate::route::{self, Start};
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use tpde::{Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint, Watch};
+use tpde::{Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint, ValidatedIndex, Watch};
 
 /// Options of [`Store::get`](crate::Store::get).
 #[derive(Default)]
@@ -66,7 +67,7 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
         let source = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
         return Err(Error::io("create", output, source));
     }
-    let route = catalog.route(&version, &have)?;
+    let route = route::find(&mut catalog, &version, Start::Get(&have))?;
     let own = own_cache(output, &version)?;
     let folder = options.cache.as_deref().unwrap_or(&own);
     fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
@@ -91,7 +92,7 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
             pairs.reverse();
         }
     }
-    let base = route.have.map(SafetensorsCheckpoint::open).transpose()?;
+    let base = open_source(&route, &have)?;
     rebuild(&cache, &version, base.as_ref(), &pairs, output, options.tensors)?;
     if options.cache.is_none() {
         // The output is complete. What stays of the cache is only in the way.
@@ -112,7 +113,7 @@ fn rebuild(
     let Some(last) = pairs.last() else {
         return Err(Error::InvalidArgument(format!("{} is a checkpoint that the caller has", version.name())));
     };
-    check_pair(version, last)?;
+    check_pair(version, last.index())?;
     let chain = Chain::new(base.map_or(&empty as &dyn Checkpoint, |base| base), pairs)?.without_last();
     let apply = Apply::new(last).base(&chain).watch(cache.watch);
     if let Some(is_wanted) = tensors {
@@ -123,7 +124,7 @@ fn rebuild(
         apply.to_path(output)?;
         return Ok(());
     }
-    if is_one_file(last) {
+    if is_one_file(last.index()) {
         apply.to_path(output)?;
         return Ok(());
     }
@@ -150,8 +151,8 @@ fn rebuild(
 }
 
 /// Checks that a pair is what the manifest of its version states: its tensors, and no file of the same name.
-pub(crate) fn check_pair(version: &Version, pair: &Pair<FileSource>) -> Result<()> {
-    let (name, found) = (version.name(), state(pair.index()));
+pub(crate) fn check_pair(version: &Version, pair: &ValidatedIndex) -> Result<()> {
+    let (name, found) = (version.name(), state(pair));
     if found != version.state {
         return Err(Error::manifest(
             &name,
@@ -161,15 +162,15 @@ pub(crate) fn check_pair(version: &Version, pair: &Pair<FileSource>) -> Result<(
     if let Some(file) = version.files.first().filter(|_| is_one_file(pair)) {
         return Err(Error::manifest(&name, format_args!("file {} of a checkpoint that is one file", Escaped(&file.name))));
     }
-    let of_pair: HashSet<_> = pair.index().files().map(|file| file.name).collect();
+    let of_pair: HashSet<_> = pair.files().map(|file| file.name).collect();
     match version.files.iter().find(|file| of_pair.contains(file.name.as_str())) {
         Some(file) => Err(Error::manifest(&name, format_args!("file {} is a file of the pair too", Escaped(&file.name)))),
         None => Ok(()),
     }
 }
 
-fn is_one_file(pair: &Pair<FileSource>) -> bool {
-    pair.index().files().all(|file| file.name.is_empty())
+fn is_one_file(pair: &ValidatedIndex) -> bool {
+    pair.files().all(|file| file.name.is_empty())
 }
 
 fn sync(path: &Path) -> Result<()> {

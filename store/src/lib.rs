@@ -29,10 +29,11 @@
 #![warn(missing_docs)]
 
 mod catalog;
-mod check;
 mod digest;
 mod download;
 mod error;
+mod fold;
+mod gc;
 mod get;
 #[doc(hidden)]
 pub mod internals;
@@ -41,13 +42,19 @@ mod names;
 mod prefix;
 mod put;
 mod remote;
+mod report;
+mod route;
 mod store;
 mod upload;
+mod verify;
 
-pub use check::{GcReport, VerifyReport};
 pub use digest::Digest;
 pub use error::{Error, Result};
+pub use fold::{FoldOptions, PruneReport};
+pub use gc::GcReport;
 pub use get::GetOptions;
-pub use manifest::{Content, Reference, Segment, Stored, StoredFile, StoredPair, Version};
+pub use manifest::{Content, Reference, Segment, Shortcut, Stored, StoredFile, StoredPair, Version};
 pub use put::{Anchor, PutOptions};
+pub use report::{PairReport, VersionReport};
 pub use store::{Store, StoreOptions, Usage};
+pub use verify::VerifyReport;

@@ -2,7 +2,7 @@
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::names::{MAX_NUMBER, check_branch, check_file};
+use crate::names::{self, MAX_NUMBER, check_branch, check_file};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 pub(crate) const STORE_SCHEMA: &str = "tpde.store/1";
 /// Schema of the manifest of a version.
 pub(crate) const VERSION_SCHEMA: &str = "tpde.store.version/1";
+/// Schema of the manifest of a shortcut.
+pub(crate) const SHORTCUT_SCHEMA: &str = "tpde.store.shortcut/1";
 /// Maximum size of a manifest in bytes.
 pub(crate) const MAX_MANIFEST: u64 = 64 << 20;
 /// Maximum size of a segment in bytes.
@@ -57,6 +59,23 @@ pub struct Version {
     pub created: u64,
     /// The user's own values.
     pub metadata: BTreeMap<String, String>,
+}
+
+/// A pair that leads from a version to a later one, past those in between.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Shortcut {
+    /// `tpde.store.shortcut/1`.
+    pub schema: String,
+    /// The version that is the base of the pair.
+    pub from: Reference,
+    /// The version that the pair gives.
+    pub to: Reference,
+    /// The pair.
+    pub pair: StoredPair,
+    /// Time of creation by the writer's clock, in seconds since 1970-01-01 UTC.
+    pub created: u64,
 }
 
 /// Names a version.
@@ -109,6 +128,61 @@ impl StoredPair {
     /// Size of both files in bytes.
     pub fn bytes(&self) -> u64 {
         self.index.bytes.saturating_add(self.blob.bytes)
+    }
+
+    /// The segments of both files.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = &Segment> {
+        self.index.segments.iter().chain(&self.blob.segments)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.index.check().map_err(|reason| format!("index: {reason}"))?;
+        self.blob.check().map_err(|reason| format!("blob: {reason}"))
+    }
+}
+
+impl Reference {
+    /// `BRANCH@NUMBER`.
+    pub fn name(&self) -> String {
+        format!("{}@{}", self.branch, self.number)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        check_branch(&self.branch)?;
+        check_id(&self.id)?;
+        if self.number > MAX_NUMBER {
+            return Err(format!("expected a number of at most {MAX_NUMBER}, found {}", self.number));
+        }
+        Ok(())
+    }
+}
+
+impl Shortcut {
+    /// Reads the manifest `object`.
+    ///
+    /// # Errors
+    /// [`Error::Schema`] for another schema; [`Error::Manifest`] for anything else that is wrong.
+    pub(crate) fn parse(bytes: &[u8], object: &str) -> Result<Self> {
+        let shortcut: Self = parse(bytes, object, SHORTCUT_SCHEMA)?;
+        shortcut.check(object).map_err(|reason| Error::manifest(object, reason))?;
+        Ok(shortcut)
+    }
+
+    /// The object that is its manifest.
+    pub(crate) fn object(&self) -> String {
+        names::shortcut((&self.to.branch, self.to.number), (&self.from.branch, self.from.number))
+    }
+
+    fn check(&self, object: &str) -> Result<(), String> {
+        self.from.check().map_err(|reason| format!("from: {reason}"))?;
+        self.to.check().map_err(|reason| format!("to: {reason}"))?;
+        if self.object() != object {
+            return Err(format!("expected the shortcut of this name, found that from {} to {}", self.from.name(), self.to.name()));
+        }
+        if self.from.branch == self.to.branch && self.from.number >= self.to.number {
+            return Err(format!("from: expected a number less than {}, found {}", self.to.number, self.from.number));
+        }
+        self.pair.check()
     }
 }
 
@@ -164,10 +238,9 @@ impl Version {
         }
     }
 
-    /// All segments of the version.
-    pub(crate) fn segments(&self) -> impl Iterator<Item = &Segment> {
-        let pair = self.pair().into_iter().flat_map(|pair| pair.index.segments.iter().chain(&pair.blob.segments));
-        pair.chain(self.files.iter().flat_map(|file| &file.content.segments))
+    /// The segments of the files beside the tensors.
+    pub(crate) fn file_segments(&self) -> impl Iterator<Item = &Segment> {
+        self.files.iter().flat_map(|file| &file.content.segments)
     }
 
     /// Reads the manifest of version `number` of `branch`, which is the object `object`.
@@ -186,11 +259,7 @@ impl Version {
         }
         check_id(&self.id)?;
         if let Some(parent) = &self.parent {
-            check_branch(&parent.branch)?;
-            check_id(&parent.id)?;
-            if parent.number > MAX_NUMBER {
-                return Err(format!("number of the parent: expected at most {MAX_NUMBER}, found {}", parent.number));
-            }
+            parent.check().map_err(|reason| format!("parent: {reason}"))?;
             if parent.branch == branch && parent.number >= number {
                 return Err(format!("number of the parent: expected less than {number}, found {}", parent.number));
             }
@@ -207,8 +276,7 @@ impl Version {
             return Err("the content needs a parent, and there is none".into());
         }
         if let Some(pair) = self.pair() {
-            pair.index.check().map_err(|reason| format!("index: {reason}"))?;
-            pair.blob.check().map_err(|reason| format!("blob: {reason}"))?;
+            pair.check()?;
         }
         for file in &self.files {
             check_file(&file.name)?;

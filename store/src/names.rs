@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 pub(crate) const STORE: &str = "store.json";
 /// Prefix of the manifests of versions.
 pub(crate) const BRANCHES: &str = "branches";
+/// Prefix of the manifests of shortcuts.
+pub(crate) const SHORTCUTS: &str = "shortcuts";
 /// Prefix of the objects that are named by digest.
 pub(crate) const OBJECTS: &str = "objects";
 /// Prefix of the objects from which `gc` reads the store's clock.
@@ -27,11 +29,46 @@ pub(crate) fn manifest(branch: &str, number: u64) -> String {
     format!("{BRANCHES}/{branch}/{number:010}.json")
 }
 
+/// The object whose existence says that a version was pruned. It is beside the manifest, so one list shows both.
+pub(crate) fn mark(branch: &str, number: u64) -> String {
+    format!("{BRANCHES}/{branch}/{number:010}.pruned")
+}
+
+/// Prefix of the shortcuts to a version.
+pub(crate) fn shortcuts(branch: &str, number: u64) -> String {
+    format!("{SHORTCUTS}/{branch}/{number:010}/")
+}
+
+/// The manifest of a shortcut to a version, from another one.
+pub(crate) fn shortcut((branch, number): (&str, u64), (from_branch, from_number): (&str, u64)) -> String {
+    format!("{}{from_branch}@{from_number}.json", shortcuts(branch, number))
+}
+
 /// Branch and number of a manifest.
 pub(crate) fn of_manifest(object: &str) -> Option<(&str, u64)> {
+    of_version(object, ".json", manifest)
+}
+
+/// Branch and number of a version that was pruned.
+pub(crate) fn of_mark(object: &str) -> Option<(&str, u64)> {
+    of_version(object, ".pruned", mark)
+}
+
+fn of_version<'a>(object: &'a str, ending: &str, name: impl Fn(&str, u64) -> String) -> Option<(&'a str, u64)> {
     let (branch, file) = object.strip_prefix(BRANCHES)?.strip_prefix('/')?.split_once('/')?;
-    let number: u64 = file.strip_suffix(".json")?.parse().ok()?;
-    (number <= MAX_NUMBER && manifest(branch, number) == object && check_branch(branch).is_ok()).then_some((branch, number))
+    let number: u64 = file.strip_suffix(ending)?.parse().ok()?;
+    (number <= MAX_NUMBER && name(branch, number) == object && check_branch(branch).is_ok()).then_some((branch, number))
+}
+
+/// Branch and number of the version to which a shortcut leads.
+pub(crate) fn of_shortcut(object: &str) -> Option<(&str, u64)> {
+    let (branch, rest) = object.strip_prefix(SHORTCUTS)?.strip_prefix('/')?.split_once('/')?;
+    let (number, from) = rest.split_once('/')?;
+    let number: u64 = number.parse().ok()?;
+    let from = from.strip_suffix(".json")?;
+    let (from_branch, Some(from_number)) = version(from).ok()? else { return None };
+    let is_canonical = shortcut((branch, number), (from_branch, from_number)) == object;
+    (number <= MAX_NUMBER && is_canonical && check_branch(branch).is_ok()).then_some((branch, number))
 }
 
 /// Names of branches have ASCII letters, digits, `.`, `_` and `-`, and do not begin with `.`.

@@ -1,11 +1,12 @@
 //! What all calls of a store share: the prefix, its rules, and the creation of manifests.
 
-use crate::catalog::{Catalog, Have};
+use crate::catalog::Catalog;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::manifest::{Content, StoreManifest, VERSION_SCHEMA, Version};
+use crate::manifest::{Content, Shortcut, StoreManifest, VERSION_SCHEMA, Version};
 use crate::names::{self, MAX_NUMBER};
 use crate::remote::Remote;
+use crate::route::Have;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -29,10 +30,7 @@ impl Prefix {
     /// Creates the manifest of a version by a call that began to read the store at `begin`. In half of the grace, nothing that it
     /// has read or uploaded is collected.
     pub fn publish(&self, version: &Version, begin: Instant) -> Result<()> {
-        let (seconds, grace) = (begin.elapsed().as_secs_f64(), self.rules.grace);
-        if seconds > grace as f64 / 2.0 {
-            return Err(Error::TooSlow { seconds: seconds as u64, grace });
-        }
+        self.check_time(begin)?;
         if version.number > MAX_NUMBER {
             return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
         }
@@ -45,13 +43,43 @@ impl Prefix {
             false => Err(Error::Conflict { version: version.name() }),
         }
     }
+
+    /// Creates the manifest of a shortcut, as [`Prefix::publish`]. If there is one already, that one is as good.
+    pub fn publish_shortcut(&self, shortcut: &Shortcut, begin: Instant) -> Result<()> {
+        self.check_time(begin)?;
+        let object = shortcut.object();
+        let bytes = json(shortcut)?;
+        Shortcut::parse(&bytes, &object)?;
+        self.remote.create(&object, bytes)?;
+        Ok(())
+    }
+
+    /// Marks a version as pruned, in a call that began to read the store at `begin`.
+    pub fn mark_pruned(&self, version: &Version, begin: Instant) -> Result<()> {
+        self.check_time(begin)?;
+        self.remote.create(&names::mark(&version.branch, version.number), Vec::new())?;
+        Ok(())
+    }
+
+    fn check_time(&self, begin: Instant) -> Result<()> {
+        let (seconds, grace) = (begin.elapsed().as_secs_f64(), self.rules.grace);
+        if seconds > grace as f64 / 2.0 {
+            return Err(Error::TooSlow { seconds: seconds as u64, grace });
+        }
+        Ok(())
+    }
 }
 
-/// Splits versions and paths of checkpoints that the caller has, and finds the heads that are meant.
+/// Splits versions and paths of checkpoints that the caller has, and finds the heads that are meant. A version that was pruned
+/// since the caller has read it may still be of use.
 pub(crate) fn resolve(catalog: &mut Catalog<'_>, have: &[(String, PathBuf)]) -> Result<Have> {
-    let found = have.iter().map(|(version, path)| {
-        let version = catalog.find(version)?;
-        Ok(((version.branch, version.number), path.clone()))
+    let found = have.iter().map(|(version, path)| match catalog.find(version) {
+        Ok(version) => Ok(((version.branch, version.number), path.clone())),
+        Err(Error::Pruned { version, .. }) => {
+            let (branch, number) = names::version(&version)?;
+            Ok(((branch.to_owned(), number.unwrap_or_default()), path.clone()))
+        }
+        Err(error) => Err(error),
     });
     found.collect()
 }

@@ -1,12 +1,13 @@
 //! `put`: encodes a checkpoint as a version, and uploads it meanwhile.
 
-use crate::catalog::{Catalog, Route};
+use crate::catalog::Catalog;
 use crate::digest::Digest;
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::manifest::{Content, Stored, StoredFile, StoredPair, Version};
 use crate::names;
 use crate::prefix::{NOBODY, Prefix, new_version, resolve};
+use crate::route::{self, Have, Route, Source, Start};
 use crate::upload::{Upload, take};
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -142,7 +143,7 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     version.tensors = target.tensors().len() as u64;
     version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
 
-    let known: HashSet<_> = parent.iter().flat_map(Version::segments).map(|segment| segment.digest).collect();
+    let known: HashSet<_> = parent.iter().flat_map(Version::file_segments).map(|segment| segment.digest).collect();
     let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
     let pair_files = match (&options.anchor, &parent) {
         (Anchor::External { hint }, _) => {
@@ -153,16 +154,17 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
             file_names(pair.index())
         }
         (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
-            let route = catalog.route(parent, &have)?;
-            let base = Base::open(prefix, route, watch)?;
+            let route = route::find(&mut catalog, parent, Start::Get(&have))?;
+            let folder = temporary()?;
+            let base = Base::open(&Cache { remote: &prefix.remote, folder: folder.path(), watch }, &route, &have)?;
             let chain = base.chain()?;
-            let (index, pair) = upload_pair(prefix, Encode::new(&target).base(&chain).options(encode).watch(watch), &known)?;
+            let (index, pair) = upload_pair(prefix, Encode::new(&target).base(&chain).options(encode).watch(watch))?;
             version.state = state(&index);
             version.content = Content::Difference(pair);
             file_names(&index)
         }
         _ => {
-            let (index, pair) = upload_pair(prefix, Encode::new(&target).options(encode).watch(watch), &known)?;
+            let (index, pair) = upload_pair(prefix, Encode::new(&target).options(encode).watch(watch))?;
             version.state = state(&index);
             version.content = Content::Whole(pair);
             file_names(&index)
@@ -182,7 +184,8 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
 
 /// Whether the store's rules ask for an anchor behind `parent`.
 fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) -> Result<bool> {
-    let (count, bytes, anchor) = catalog.since_anchor(parent)?;
+    let Some(route) = route::find_if_any(catalog, parent, Start::Anchor)? else { return Ok(false) };
+    let (count, bytes, anchor) = route.since_anchor();
     let is_long = prefix.rules.anchor_every > 0 && count + 1 >= prefix.rules.anchor_every;
     let is_large =
         prefix.rules.anchor_percent > 0 && u128::from(bytes) * 100 > u128::from(anchor) * u128::from(prefix.rules.anchor_percent);
@@ -190,33 +193,36 @@ fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) ->
 }
 
 /// Encodes a pair, and uploads its blob meanwhile.
-fn upload_pair(prefix: &Prefix, encode: Encode<'_>, known: &HashSet<Digest>) -> Result<(ValidatedIndex, StoredPair)> {
-    let upload = Upload::new(&prefix.remote, prefix.segment_bytes, known);
+pub(crate) fn upload_pair(prefix: &Prefix, encode: Encode<'_>) -> Result<(ValidatedIndex, StoredPair)> {
+    // A segment of the parent's pair is uploaded too: that pair may be replaced by a shortcut and removed.
+    let known = HashSet::new();
+    let upload = Upload::new(&prefix.remote, prefix.segment_bytes, &known);
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
     let blob: Stored = streamed.blob.finish(&streamed.header)?;
-    let index = Upload::new(&prefix.remote, prefix.segment_bytes, known).all(streamed.index.as_bytes());
+    let index = Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(streamed.index.as_bytes());
     let index = index.map_err(|e| Error::io("read", Path::new("the index"), e))??;
     let digest = Digest(*streamed.index.pair_digest());
     Ok((streamed.index, StoredPair { digest, index, blob }))
 }
 
-/// What a version is rebuilt from, opened: a checkpoint or nothing, and pairs in a temporary folder.
+/// What a version is rebuilt from, opened: a checkpoint or nothing, and pairs in the folder of a cache.
 pub(crate) struct Base {
     checkpoint: Option<SafetensorsCheckpoint>,
     pairs: Vec<tpde::Pair<FileSource>>,
-    /// Removed on drop.
-    _folder: tempfile::TempDir,
 }
 
 static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 
+/// A folder for pairs, which is removed on drop.
+pub(crate) fn temporary() -> Result<tempfile::TempDir> {
+    tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))
+}
+
 impl Base {
-    pub fn open(prefix: &Prefix, route: Route, watch: &dyn Watch) -> Result<Self> {
-        let folder = tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))?;
-        let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
+    pub fn open(cache: &Cache<'_>, route: &Route, have: &Have) -> Result<Self> {
         let pairs = route.pairs.iter().map(|pair| cache.whole(pair)).collect::<Result<_>>()?;
-        Ok(Self { checkpoint: route.have.map(SafetensorsCheckpoint::open).transpose()?, pairs, _folder: folder })
+        Ok(Self { checkpoint: open_source(route, have)?, pairs })
     }
 
     /// The pair that gives the version itself.
@@ -228,6 +234,13 @@ impl Base {
         let base = self.checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint);
         Ok(Chain::new(base, &self.pairs)?)
     }
+}
+
+/// The checkpoint of the caller at which a route begins, if it does.
+pub(crate) fn open_source(route: &Route, have: &Have) -> Result<Option<SafetensorsCheckpoint>> {
+    let Source::Version(version) = &route.source else { return Ok(None) };
+    let path = have.get(&(version.branch.clone(), version.number));
+    Ok(path.map(SafetensorsCheckpoint::open).transpose()?)
 }
 
 /// The digest of the tensors of the target of a pair.

@@ -1,14 +1,17 @@
 //! The store: its calls.
 
 use crate::catalog::{Branch, Catalog};
-use crate::check::{self, GcReport, VerifyReport};
 use crate::error::{Error, Result};
+use crate::fold::{self, FoldOptions, PruneReport};
+use crate::gc::{self, GcReport};
 use crate::get::{self, GetOptions};
-use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, StoreManifest, Version};
+use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, Shortcut, StoreManifest, Version};
 use crate::names::{self, STORE};
 use crate::prefix::{Prefix, SEGMENT_BYTES, json, new_id, new_version, now};
 use crate::put::{self, PutOptions};
 use crate::remote::Remote;
+use crate::report::{self, VersionReport};
+use crate::verify::{self, VerifyReport};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -68,10 +71,14 @@ impl StoreOptions {
 pub struct Usage {
     /// Number of versions.
     pub versions: u64,
+    /// Number of shortcuts.
+    pub shortcuts: u64,
     /// Size of the anchors in bytes.
     pub anchor_bytes: u64,
     /// Size of the pairs that need their parent, in bytes.
     pub difference_bytes: u64,
+    /// Size of the pairs of shortcuts in bytes.
+    pub shortcut_bytes: u64,
     /// Size of the files beside the tensors, each counted once, in bytes.
     pub file_bytes: u64,
     /// Size of all tensors of all versions in bytes.
@@ -123,7 +130,8 @@ impl Store {
     /// The version that `version` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
     ///
     /// # Errors
-    /// [`Error::NoVersion`]; [`Error::InvalidArgument`] for a name that cannot exist; the errors of reading the branch's manifests.
+    /// [`Error::NoVersion`]; [`Error::Pruned`]; [`Error::InvalidArgument`] for a name that cannot exist; the errors of reading the
+    /// branch's manifests.
     pub fn version(&self, version: &str) -> Result<Version> {
         Catalog::new(&self.0.remote).find(version)
     }
@@ -226,6 +234,16 @@ impl Store {
         get::get(&self.0, version, output.as_ref(), options)
     }
 
+    /// Describes the versions of a branch, in ascending order of number. Reads the indexes of the pairs that lead to them.
+    ///
+    /// # Errors
+    /// The errors of [`Store::log`]; [`Error::Damaged`] or [`Error::Tpde`] if an index is damaged; [`Error::Unreachable`] if a version
+    /// cannot be rebuilt.
+    pub fn report(&self, branch: &str) -> Result<Vec<VersionReport>> {
+        names::check_branch(branch).map_err(Error::InvalidArgument)?;
+        report::report(&self.0, branch)
+    }
+
     /// Reads all objects of the versions of a branch, or of all branches, and compares their digests. With `rebuild`, also rebuilds
     /// every version that needs nothing from outside, and compares the digests of its tensors. Nothing is written but temporary
     /// files.
@@ -233,19 +251,59 @@ impl Store {
     /// # Errors
     /// [`Error::NoVersion`]; the errors of requests, and of reading manifests. Faults of versions are in the report.
     pub fn verify(&self, branch: Option<&str>, rebuild: bool) -> Result<VerifyReport> {
-        check::verify(&self.0, branch, rebuild)
+        verify::verify(&self.0, branch, rebuild)
     }
 
-    /// Removes versions of deleted branches that no other version needs, and objects that no version uses, if the deletion or the
-    /// object is older than the store's grace, by the store's clock. So what a running `put` has read or uploaded stays.
+    /// Stores a shortcut: one pair that leads from version `from` to version `to`, which derives from it. Readers that have `from`,
+    /// or pass it, read this pair instead of those in between. No checkpoint is written. If there is such a shortcut, it is returned.
+    ///
+    /// Disk: the pairs that lead to `to`, in a temporary folder. Memory: as for [`Store::put`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if `to` does not derive from `from`, or has the same tensors; [`Error::External`] if a checkpoint
+    /// must be supplied in [`FoldOptions::have`]; [`Error::TooSlow`]; the errors of [`Store::version`], of
+    /// [`Encode::to_writer`](tpde::Encode::to_writer) and of requests.
+    pub fn fold(&self, from: &str, to: &str, options: &FoldOptions<'_>) -> Result<Shortcut> {
+        fold::fold(&self.0, from, to, options)
+    }
+
+    /// The shortcuts to versions of a branch, in ascending order of these versions.
+    ///
+    /// # Errors
+    /// As for [`Store::log`].
+    pub fn shortcuts(&self, branch: &str) -> Result<Vec<Shortcut>> {
+        let mut catalog = Catalog::new(&self.0.remote);
+        let mut shortcuts = Vec::new();
+        for version in self.log(branch)?.iter().rev() {
+            shortcuts.extend_from_slice(catalog.shortcuts(version)?);
+        }
+        Ok(shortcuts)
+    }
+
+    /// Prunes a branch: of its versions it keeps those whose number is a multiple of `keep_every`, the head, the anchors, and those at
+    /// which other branches begin. The others cannot be named from now on ([`Error::Pruned`]). [`Store::gc`] removes their pairs
+    /// after the grace.
+    ///
+    /// First shortcuts are made past the versions that go. Then these are marked. After an interruption, the next call goes on.
+    ///
+    /// # Errors
+    /// [`Error::NoVersion`]; [`Error::InvalidArgument`] if `keep_every` is 0; the errors of [`Store::fold`]. All versions that were not
+    /// marked can still be read.
+    pub fn prune(&self, branch: &str, keep_every: u64, options: &FoldOptions<'_>) -> Result<PruneReport> {
+        fold::prune(&self.0, branch, keep_every, options)
+    }
+
+    /// Removes versions that were pruned or whose branch was deleted, if no other version needs them; shortcuts from or to such
+    /// versions; and objects that no version uses. All this only if the mark, the deletion, the shortcut or the object is older than
+    /// the store's grace, by the store's clock. So what a running `put` or `fold` has read or uploaded stays.
     ///
     /// # Errors
     /// The errors of requests, and of reading any manifest: nothing is removed then, because what that manifest uses is not known.
     pub fn gc(&self) -> Result<GcReport> {
-        check::gc(&self.0)
+        gc::gc(&self.0)
     }
 
-    /// Sizes of what the manifests name. Versions of deleted branches count until [`Store::gc`] removes them.
+    /// Sizes of what the manifests name. Versions that were pruned or whose branch was deleted count until [`Store::gc`] removes them.
     ///
     /// # Errors
     /// The errors of reading manifests.
@@ -253,19 +311,25 @@ impl Store {
         let mut catalog = Catalog::new(&self.0.remote);
         let mut usage = Usage::default();
         let mut files = BTreeMap::new();
-        for version in catalog.all()?.values().flat_map(|branch| branch.deleted().chain(branch.versions())) {
-            if version.content == Content::Deleted {
-                continue;
-            }
+        let versions: Vec<Version> = catalog.all()?.values().flat_map(Branch::all_versions).cloned().collect();
+        for version in versions {
             usage.versions += 1;
             usage.tensor_bytes += version.tensor_bytes;
-            match &version.content {
-                Content::Whole(pair) => usage.anchor_bytes += pair.bytes(),
-                Content::Difference(pair) => usage.difference_bytes += pair.bytes(),
-                Content::External { .. } | Content::Same | Content::Deleted => {}
+            match (&version.content, &version.parent) {
+                (Content::Whole(pair), _) => usage.anchor_bytes += pair.bytes(),
+                // Without its base, a pair is not stored any more.
+                (Content::Difference(pair), Some(parent)) if catalog.at(parent)?.is_some() => {
+                    usage.difference_bytes += pair.bytes()
+                }
+                _ => {}
             }
-            let segments = version.files.iter().flat_map(|file| &file.content.segments);
-            files.extend(segments.map(|segment| (segment.digest, segment.bytes)));
+            files.extend(version.file_segments().map(|segment| (segment.digest, segment.bytes)));
+        }
+        for shortcut in catalog.all_shortcuts()? {
+            if catalog.at(&shortcut.from)?.is_some() && catalog.at(&shortcut.to)?.is_some() {
+                usage.shortcuts += 1;
+                usage.shortcut_bytes += shortcut.pair.bytes();
+            }
         }
         usage.file_bytes = files.values().sum();
         Ok(usage)

@@ -1,16 +1,27 @@
-//! A page about a pair: one file of HTML with drawings inside, without scripts and without other files.
+//! Pages about pairs and stores: one file of HTML each, with drawings inside, without scripts and without other files.
 //!
 //! | file | work |
 //! |---|---|
+//! | `document` | what pages have in common |
 //! | `names` | places of tensors in a model |
-//! | `figures` | what the drawings show |
+//! | `figures` | what the drawings of a pair show |
 //! | `treemap` | areas of a treemap |
-//! | `page` | the page |
+//! | `page` | the page of a pair |
+//! | `versions` | the page of a store |
+//! | `file` | the file of a page |
 
+mod document;
 mod figures;
+mod file;
 mod names;
 mod page;
 mod treemap;
+#[cfg(feature = "store")]
+mod versions;
 
+pub use document::Fact;
 pub use figures::Figures;
-pub use page::{Fact, page};
+pub use file::{check_free, write};
+pub use page::page;
+#[cfg(feature = "store")]
+pub use versions::{Branch as StoreBranch, Pair as StorePair, Version as StoreVersion, page as store_page};

@@ -232,7 +232,7 @@ fn verbs_and_options_in_the_text_of_documents_exist() {
         let words = text.split(|c: char| !(c.is_alphanumeric() || c == '-')).map(String::from);
         words.filter(|word| word.starts_with("--")).collect()
     };
-    let of_store = ["init", "put", "get", "log", "branch create", "branch delete", "verify", "gc", "du", "watch"];
+    let of_store = ["init", "put", "get", "log", "branch create", "branch delete", "verify", "fold", "prune", "gc", "du", "watch"];
     let all = |verb: &&'static str| match *verb {
         "store" => (*verb, of_store.iter().flat_map(|verb| help(&format!("store {verb}"))).collect()),
         _ => (*verb, help(verb)),

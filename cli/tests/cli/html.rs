@@ -24,7 +24,7 @@ fn drawings(page: &str) -> Vec<(String, usize)> {
     page.split("<svg").skip(1).map(svg).filter(|(id, _)| !id.is_empty()).collect()
 }
 
-fn names(page: &str) -> Vec<String> {
+pub fn names(page: &str) -> Vec<String> {
     drawings(page).into_iter().map(|(id, _)| id).collect()
 }
 

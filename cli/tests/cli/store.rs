@@ -128,3 +128,61 @@ fn failures_have_kinds_and_publish_nothing() {
     kind("store gc st", DATA, "manifest", "config.json");
     assert!(!place.path("out").exists());
 }
+
+#[test]
+fn a_pruned_branch_reads_on_past_what_is_gone() {
+    let place = versions();
+    for i in 0..3 {
+        place.ok(&format!("store put st v{i}"));
+    }
+    let row = place.json("store fold st main@0 main@2");
+    assert_eq!((&row["from"], &row["to"]), (&"main@0".into(), &"main@2".into()));
+    assert!(row["stored_bytes"].as_u64().unwrap() > 0);
+    assert!(place.ok("store fold st main@0 main@2").out.starts_with("main@0 to main@2 in "));
+    place.fails("store fold st main@2 main@0", USAGE, "does not derive from");
+    let report = place.json("store prune st --keep-every 2");
+    assert_eq!((&report["pruned"], &report["kept"], &report["shortcuts"]), (&serde_json::json!(["main@1"]), &2.into(), &0.into()));
+    assert!(place.ok("store prune st --keep-every 2").out.starts_with("pruned 0 versions, kept 2"));
+    let error = place.fails("store get st main@1 -o none", DATA, "nearest: main@0, main@2");
+    assert_eq!(error["kind"], "pruned");
+    for i in [0, 2] {
+        place.ok(&format!("store get st main@{i} -o back{i}"));
+        same_folders(&place, &format!("back{i}"), &format!("v{i}"));
+    }
+    assert_eq!(place.json("store gc st")["versions"], 0, "the mark is younger than the grace");
+    assert_eq!(place.json("store du st")["shortcuts"], 1);
+}
+
+#[test]
+fn a_report_shows_sizes_and_changes() {
+    let place = versions();
+    for i in 0..3 {
+        place.ok(&format!("store put st v{i} --metadata note=<b>&{i}"));
+    }
+    place.ok("store fold st main@0 main@2");
+    place.ok("store branch create st side --from main@1");
+    let report = place.json("store report st --html page.html");
+    let rows = &report["branches"][0]["versions"];
+    assert_eq!((&report["branches"][0]["branch"], rows.as_array().unwrap().len()), (&"main".into(), 3));
+    let pairs = rows[2]["pairs"].as_array().unwrap();
+    assert_eq!((&pairs[0]["from"], &pairs[0]["shortcut"]), (&"main@1".into(), &false.into()));
+    assert_eq!((&pairs[1]["from"], &pairs[1]["shortcut"]), (&"main@0".into(), &true.into()));
+    let bytes = |pair: &serde_json::Value| pair["bytes"].as_u64().unwrap();
+    let read = bytes(&rows[0]["pairs"][0]) + (bytes(&rows[1]["pairs"][0]) + bytes(&pairs[0])).min(bytes(&pairs[1]));
+    assert_eq!(rows[2]["bytes_to_read"], read);
+    assert!(pairs[0]["changed"].as_u64().unwrap() > 0 && pairs[0]["changed"].as_u64() < pairs[0]["elements"].as_u64());
+
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    let of = |branch: u32| ["stored", "changed", "read"].map(|name| format!("{name}-{branch}"));
+    assert_eq!(crate::html::names(&page), [of(0), of(1)].concat());
+    assert!(page.contains("shortcut from main@0") && page.contains("whole, anchor"));
+    assert!(page.contains("note=&lt;b&gt;&amp;1") && !page.contains("<b>"));
+    for word in ["<script", "http://", "https://", "src=", "url("] {
+        assert!(!page.contains(word), "{word}");
+    }
+    place.fails("store report st --html page.html", SYSTEM, "exists");
+    place.ok("store report st --html page.html --force --branch side");
+    assert!(!fs::read_to_string(place.path("page.html")).unwrap().contains("Branch main"));
+    let text = place.ok("store report st").out;
+    assert_eq!(text.lines().count(), 5, "{text}");
+}

@@ -29,6 +29,9 @@ pub struct Faulty {
     pub fault: Fault,
     pub requests: AtomicU64,
     pub bytes_read: AtomicU64,
+    /// Of [`bytes_read`](Self#structfield.bytes_read) and of the requests, those of objects that digests name.
+    pub object_bytes: AtomicU64,
+    pub objects_read: AtomicU64,
     /// Number of manifests that lists lack: the newest ones.
     pub hidden: u64,
     /// Seconds by which all objects, but not the clock, are older than they are.
@@ -47,8 +50,8 @@ impl Faulty {
     }
 
     pub fn with(inner: &Arc<InMemory>, fault: Fault, hidden: u64, aged: i64) -> Arc<Self> {
-        let (requests, bytes_read) = Default::default();
-        Arc::new(Self { inner: inner.clone(), fault, requests, bytes_read, hidden, aged: aged.into() })
+        let (requests, bytes_read, object_bytes, objects_read) = Default::default();
+        Arc::new(Self { inner: inner.clone(), fault, requests, bytes_read, object_bytes, objects_read, hidden, aged: aged.into() })
     }
 
     /// Errors before and after a request.
@@ -94,7 +97,12 @@ impl ObjectStore for Faulty {
         let result = self.inner.get_opts(location, options).await;
         after?;
         if let Ok(result) = &result {
-            self.bytes_read.fetch_add(result.range.end - result.range.start, SeqCst);
+            let bytes = result.range.end - result.range.start;
+            self.bytes_read.fetch_add(bytes, SeqCst);
+            if location.as_ref().contains("/objects/") {
+                self.object_bytes.fetch_add(bytes, SeqCst);
+                self.objects_read.fetch_add(1, SeqCst);
+            }
         }
         result
     }

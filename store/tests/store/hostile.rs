@@ -15,16 +15,16 @@ fn wait<T>(work: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
 }
 
-fn names(memory: &Arc<InMemory>, below: &str) -> Vec<ObjectPath> {
+pub fn names(memory: &Arc<InMemory>, below: &str) -> Vec<ObjectPath> {
     let listed = wait(memory.list(Some(&ObjectPath::from(format!("a/prefix/{below}")))).try_collect::<Vec<_>>()).unwrap();
     listed.into_iter().map(|meta| meta.location).collect()
 }
 
-fn read(memory: &Arc<InMemory>, name: &ObjectPath) -> Vec<u8> {
+pub fn read(memory: &Arc<InMemory>, name: &ObjectPath) -> Vec<u8> {
     wait(async { memory.get(name).await.unwrap().bytes().await.unwrap().to_vec() })
 }
 
-fn write(memory: &Arc<InMemory>, name: &ObjectPath, bytes: Vec<u8>) {
+pub fn write(memory: &Arc<InMemory>, name: &ObjectPath, bytes: Vec<u8>) {
     wait(memory.put(name, bytes.into())).unwrap();
 }
 
@@ -94,7 +94,7 @@ fn changed(place: &Place, memory: &Arc<InMemory>, change: impl Fn(&mut Value)) -
 }
 
 /// A change of a manifest.
-type Change = Box<dyn Fn(&mut Value)>;
+pub type Change = Box<dyn Fn(&mut Value)>;
 
 #[test]
 fn manifests_that_break_a_rule_are_refused_with_the_rule() {

@@ -3,6 +3,7 @@
 mod checkpoints;
 mod deleted;
 mod faulty;
+mod folded;
 mod hostile;
 mod watched;
 

@@ -1,22 +1,23 @@
 //! `tpde store`: versions of checkpoints in a folder or an object store.
 
-use super::common::Common;
-use super::failure;
-use super::inputs::{CodecArgs, glob};
-use super::signals::TemporaryFolder;
-use super::text;
+mod report;
+mod rows;
+
+use crate::common::Common;
+use crate::inputs::{CodecArgs, glob};
+use crate::signals::TemporaryFolder;
+use crate::{failure, html, text};
 use anyhow::{Context, anyhow};
 use clap::{Args, Subcommand};
 use globset::{Glob, GlobSetBuilder};
-use serde::Serialize;
-use std::collections::BTreeMap;
-use std::fmt;
+use report::Described;
+use rows::{Collected, Deleted, Folded, Made, Pruned, Row, Sizes, Verified, Versions};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use tpde::{Checkpoint, Escaped, SafetensorsCheckpoint, Split};
-use tpde_store::{Anchor, Content, GcReport, GetOptions, PutOptions, Store as Opened, StoreOptions, Usage, VerifyReport, Version};
+use tpde::{Checkpoint, SafetensorsCheckpoint, Split};
+use tpde_store::{Anchor, FoldOptions, GetOptions, PutOptions, Store as Opened, StoreOptions};
 
 /// Keep versions of checkpoints in a folder or an object store
 ///
@@ -36,8 +37,11 @@ enum Verb {
     Log(Log),
     Branch(Branch),
     Verify(Verify),
+    Fold(Fold),
+    Prune(Prune),
     Gc(Gc),
     Du(Du),
+    Report(Report),
     Watch(Watch),
 }
 
@@ -174,6 +178,49 @@ struct Verify {
     rebuild: bool,
 }
 
+/// Store a shortcut: one pair past the versions in between
+///
+/// Readers that have FROM, or pass it, read this pair instead of those between FROM and TO.
+#[derive(Args)]
+struct Fold {
+    /// Folder or URL of the store
+    store: String,
+    /// Version that is the base of the shortcut
+    from: String,
+    /// Version that derives from it
+    to: String,
+    #[command(flatten)]
+    options: FoldArgs,
+}
+
+/// Remove versions of a branch, and keep the others readable
+///
+/// The newest version, whole and external versions, and versions that other branches begin at are kept too. First shortcuts are
+/// stored past the versions that go. gc removes the pairs of these versions after the grace of the store. After an interruption,
+/// the same command goes on.
+#[derive(Args)]
+struct Prune {
+    /// Folder or URL of the store
+    store: String,
+    /// Keep the versions whose number is a multiple of N
+    #[arg(long, value_name = "N")]
+    keep_every: u64,
+    /// Branch
+    #[arg(long, value_name = "BRANCH", default_value = "main")]
+    branch: String,
+    #[command(flatten)]
+    options: FoldArgs,
+}
+
+#[derive(Args)]
+struct FoldArgs {
+    /// Checkpoint of a version that is here; may be repeated
+    #[arg(long, value_name = "VERSION=PATH", value_parser = have)]
+    have: Vec<(String, PathBuf)>,
+    #[command(flatten)]
+    codec: CodecArgs,
+}
+
 /// Remove objects that no version uses
 #[derive(Args)]
 struct Gc {
@@ -186,6 +233,25 @@ struct Gc {
 struct Du {
     /// Folder or URL of the store
     store: String,
+}
+
+/// Describe what each version takes and changes
+///
+/// Reads the indexes of all pairs, and no blob.
+#[derive(Args)]
+struct Report {
+    /// Folder or URL of the store
+    store: String,
+    /// Only this branch; may be repeated
+    #[arg(long, value_name = "BRANCH")]
+    branch: Vec<String>,
+    /// Write a page with drawings to FILE: sizes, changed shares, and bytes to read, per version. The page is one file of HTML,
+    /// without scripts
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// With --html: replace an existing file
+    #[arg(short, long, requires = "html")]
+    force: bool,
 }
 
 /// Print each new version of a branch, one per line
@@ -236,8 +302,11 @@ impl Store {
                 }
                 Ok(())
             }
+            Verb::Fold(verb) => common.show("store.fold", verb.run(common)?),
+            Verb::Prune(verb) => common.show("store.prune", verb.run(common)?),
             Verb::Gc(verb) => common.show("store.gc", Collected(open(&verb.store)?.gc().map_err(error)?)),
             Verb::Du(verb) => common.show("store.du", Sizes(open(&verb.store)?.usage().map_err(error)?)),
+            Verb::Report(verb) => common.show("store.report", verb.run()?),
             Verb::Watch(verb) => verb.run(common),
         }?;
         Ok(ExitCode::SUCCESS)
@@ -326,6 +395,60 @@ impl Get {
     }
 }
 
+impl FoldArgs {
+    fn options<'a>(&self, watch: &'a dyn tpde::Watch) -> FoldOptions<'a> {
+        let options = FoldOptions::default().watch(watch).encode(self.codec.options());
+        self.have.iter().fold(options, |options, (version, path)| options.have(version, path))
+    }
+}
+
+impl Fold {
+    fn run(&self, common: &Common) -> anyhow::Result<Folded> {
+        let store = open(&self.store)?;
+        let bar = common.bar("fold", store.version(&self.to).map_err(error)?.tensor_bytes);
+        let advance = |bytes| bar.inc(bytes);
+        let shortcut = store.fold(&self.from, &self.to, &self.options.options(&advance)).map_err(error)?;
+        bar.finish_and_clear();
+        Ok(Folded::of(&shortcut))
+    }
+}
+
+impl Prune {
+    fn run(&self, common: &Common) -> anyhow::Result<Pruned> {
+        let store = open(&self.store)?;
+        // Which shortcuts are needed is found out later. There are never more.
+        let most = store.log(&self.branch).map_err(error)?.iter().map(|version| version.tensor_bytes).sum();
+        let bar = common.bar("prune", most);
+        let advance = |bytes| bar.inc(bytes);
+        let report = store.prune(&self.branch, self.keep_every, &self.options.options(&advance)).map_err(error)?;
+        bar.finish_and_clear();
+        Ok(Pruned(report))
+    }
+}
+
+impl Report {
+    fn run(&self) -> anyhow::Result<Described> {
+        if let Some(path) = &self.html {
+            html::check_free(path, self.force)?;
+        }
+        let store = open(&self.store)?;
+        let mut names = self.branch.clone();
+        if names.is_empty() {
+            names = store.branches().map_err(error)?.into_iter().map(|head| head.branch).collect();
+        }
+        let mut branches = Vec::new();
+        for name in names {
+            let versions = store.report(&name).map_err(error)?;
+            branches.push((name, versions));
+        }
+        let described = Described::of(branches);
+        if let Some(path) = &self.html {
+            html::write(path, &described.page(&self.store, &store.usage().map_err(error)?), self.force)?;
+        }
+        Ok(described)
+    }
+}
+
 impl Watch {
     fn run(&self, common: &Common) -> anyhow::Result<()> {
         let store = open(&self.store)?;
@@ -340,169 +463,5 @@ impl Watch {
             }
         }
         Ok(())
-    }
-}
-
-#[derive(Serialize)]
-struct Made {
-    store: String,
-}
-
-impl fmt::Display for Made {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "made the store {}", Escaped(&self.store))
-    }
-}
-
-#[derive(Serialize)]
-struct Deleted {
-    branch: String,
-    /// The version that was its newest.
-    head: String,
-}
-
-impl fmt::Display for Deleted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "deleted the branch {}, whose newest version was {}", self.branch, self.head)
-    }
-}
-
-/// A version, without the list of its objects.
-#[derive(Serialize)]
-struct Row {
-    version: String,
-    parent: Option<String>,
-    /// `whole`, `difference`, `external` or `same`.
-    content: &'static str,
-    /// Where an external version can be found.
-    hint: Option<String>,
-    /// Size of the pair in bytes.
-    stored_bytes: u64,
-    tensor_bytes: u64,
-    tensors: u64,
-    files: u64,
-    /// Seconds since 1970.
-    created: u64,
-    state: String,
-    metadata: BTreeMap<String, String>,
-}
-
-impl Row {
-    fn of(version: &Version) -> Self {
-        let (content, hint) = match &version.content {
-            Content::Whole(_) => ("whole", None),
-            Content::Difference(_) => ("difference", None),
-            Content::External { hint } => ("external", Some(hint.clone())),
-            Content::Same => ("same", None),
-            _ => ("other", None),
-        };
-        Self {
-            version: version.name(),
-            parent: version.parent.as_ref().map(|parent| format!("{}@{}", parent.branch, parent.number)),
-            content,
-            hint,
-            stored_bytes: version.pair().map_or(0, |pair| pair.bytes()),
-            tensor_bytes: version.tensor_bytes,
-            tensors: version.tensors,
-            files: version.files.len() as u64,
-            created: version.created,
-            state: version.state.to_string(),
-            metadata: version.metadata.clone(),
-        }
-    }
-
-    fn metadata(&self) -> String {
-        let pairs: Vec<_> = self.metadata.iter().map(|(key, value)| format!("{}={}", Escaped(key), Escaped(value))).collect();
-        pairs.join(" ")
-    }
-}
-
-impl fmt::Display for Row {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}", self.version)?;
-        let stored = format!("{} for {} of tensors", text::bytes(self.stored_bytes), text::bytes(self.tensor_bytes));
-        let mut facts = vec![
-            ("stored", format!("{}: {stored}", self.content)),
-            ("holds", format!("{}, {}", text::counted(self.tensors, "tensor"), text::counted(self.files, "other file"))),
-        ];
-        facts.extend(self.parent.iter().map(|parent| ("parent", parent.clone())));
-        facts.extend(self.hint.iter().map(|hint| ("found at", Escaped(hint).to_string())));
-        facts.extend((!self.metadata.is_empty()).then(|| ("metadata", self.metadata())));
-        text::facts(f, &facts)
-    }
-}
-
-#[derive(Serialize)]
-struct Versions {
-    versions: Vec<Row>,
-}
-
-impl Versions {
-    fn of(versions: Vec<Version>) -> Self {
-        Self { versions: versions.iter().map(Row::of).collect() }
-    }
-}
-
-impl fmt::Display for Versions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let row = |row: &Row| {
-            let parent = row.parent.clone().unwrap_or_default();
-            vec![row.version.clone(), row.content.into(), parent, row.metadata(), text::bytes(row.stored_bytes)]
-        };
-        text::table(f, 4, &["version", "stored", "parent", "metadata", "bytes"], self.versions.iter().map(row))
-    }
-}
-
-#[derive(Serialize)]
-#[serde(transparent)]
-struct Verified(VerifyReport);
-
-impl fmt::Display for Verified {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(report) = self;
-        writeln!(f, "checked {}, {}", text::counted(report.versions, "version"), text::bytes(report.bytes))?;
-        for (version, fault) in &report.faults {
-            writeln!(f, "  {version}: {}", Escaped(fault))?;
-        }
-        for version in &report.external {
-            writeln!(f, "  {version} needs a checkpoint from outside: only its own objects were checked")?;
-        }
-        Ok(())
-    }
-}
-
-#[derive(Serialize)]
-#[serde(transparent)]
-struct Collected(GcReport);
-
-impl fmt::Display for Collected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(report) = self;
-        writeln!(f, "removed {}, {}", text::counted(report.removed, "object"), text::bytes(report.removed_bytes))?;
-        if report.versions > 0 {
-            writeln!(f, "  {} of deleted branches", text::counted(report.versions, "version"))?;
-        }
-        let (used, young) = (text::count(report.used), text::count(report.young));
-        writeln!(f, "  kept: {used} that versions use, {young} younger than the grace")
-    }
-}
-
-#[derive(Serialize)]
-#[serde(transparent)]
-struct Sizes(Usage);
-
-impl fmt::Display for Sizes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(usage) = self;
-        text::facts(
-            f,
-            &[
-                ("versions", text::count(usage.versions)),
-                ("whole versions", text::bytes(usage.anchor_bytes)),
-                ("differences", text::bytes(usage.difference_bytes)),
-                ("other files", text::bytes(usage.file_bytes)),
-                ("tensors of all versions", text::bytes(usage.tensor_bytes)),
-            ],
-        )
     }
 }

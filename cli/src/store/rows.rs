@@ -1,0 +1,198 @@
+//! What the verbs of `tpde store` print.
+
+use super::report::{content, facts};
+use crate::text;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use tpde::Escaped;
+use tpde_store::{Content, GcReport, PruneReport, Shortcut, Usage, VerifyReport, Version};
+
+#[derive(Serialize)]
+pub struct Made {
+    pub store: String,
+}
+
+impl fmt::Display for Made {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "made the store {}", Escaped(&self.store))
+    }
+}
+
+#[derive(Serialize)]
+pub struct Deleted {
+    pub branch: String,
+    /// The version that was its newest.
+    pub head: String,
+}
+
+impl fmt::Display for Deleted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "deleted the branch {}, whose newest version was {}", self.branch, self.head)
+    }
+}
+
+/// A version, without the list of its objects.
+#[derive(Serialize)]
+pub struct Row {
+    pub version: String,
+    parent: Option<String>,
+    /// `whole`, `difference`, `external` or `same`.
+    content: &'static str,
+    /// Where an external version can be found.
+    hint: Option<String>,
+    /// Size of the pair in bytes.
+    stored_bytes: u64,
+    tensor_bytes: u64,
+    tensors: u64,
+    files: u64,
+    /// Seconds since 1970.
+    created: u64,
+    state: String,
+    metadata: BTreeMap<String, String>,
+}
+
+impl Row {
+    pub fn of(version: &Version) -> Self {
+        let hint = match &version.content {
+            Content::External { hint } => Some(hint.clone()),
+            _ => None,
+        };
+        Self {
+            version: version.name(),
+            parent: version.parent.as_ref().map(|parent| format!("{}@{}", parent.branch, parent.number)),
+            content: content(&version.content),
+            hint,
+            stored_bytes: version.pair().map_or(0, |pair| pair.bytes()),
+            tensor_bytes: version.tensor_bytes,
+            tensors: version.tensors,
+            files: version.files.len() as u64,
+            created: version.created,
+            state: version.state.to_string(),
+            metadata: version.metadata.clone(),
+        }
+    }
+
+    fn metadata(&self) -> String {
+        let pairs: Vec<_> = self.metadata.iter().map(|(key, value)| format!("{}={}", Escaped(key), Escaped(value))).collect();
+        pairs.join(" ")
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.version)?;
+        let stored = format!("{} for {} of tensors", text::bytes(self.stored_bytes), text::bytes(self.tensor_bytes));
+        let mut facts = vec![
+            ("stored", format!("{}: {stored}", self.content)),
+            ("holds", format!("{}, {}", text::counted(self.tensors, "tensor"), text::counted(self.files, "other file"))),
+        ];
+        facts.extend(self.parent.iter().map(|parent| ("parent", parent.clone())));
+        facts.extend(self.hint.iter().map(|hint| ("found at", Escaped(hint).to_string())));
+        facts.extend((!self.metadata.is_empty()).then(|| ("metadata", self.metadata())));
+        text::facts(f, &facts)
+    }
+}
+
+#[derive(Serialize)]
+pub struct Versions {
+    versions: Vec<Row>,
+}
+
+impl Versions {
+    pub fn of(versions: Vec<Version>) -> Self {
+        Self { versions: versions.iter().map(Row::of).collect() }
+    }
+}
+
+impl fmt::Display for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let row = |row: &Row| {
+            let parent = row.parent.clone().unwrap_or_default();
+            vec![row.version.clone(), row.content.into(), parent, row.metadata(), text::bytes(row.stored_bytes)]
+        };
+        text::table(f, 4, &["version", "stored", "parent", "metadata", "bytes"], self.versions.iter().map(row))
+    }
+}
+
+#[derive(Serialize)]
+#[serde(transparent)]
+pub struct Verified(pub VerifyReport);
+
+impl fmt::Display for Verified {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(report) = self;
+        writeln!(f, "checked {}, {}", text::counted(report.versions, "version"), text::bytes(report.bytes))?;
+        for (version, fault) in &report.faults {
+            writeln!(f, "  {version}: {}", Escaped(fault))?;
+        }
+        for version in &report.external {
+            writeln!(f, "  {version} needs a checkpoint from outside: only its own objects were checked")?;
+        }
+        Ok(())
+    }
+}
+
+#[derive(Serialize)]
+pub struct Folded {
+    from: String,
+    to: String,
+    /// Size of the pair in bytes.
+    stored_bytes: u64,
+}
+
+impl Folded {
+    pub fn of(shortcut: &Shortcut) -> Self {
+        Self { from: shortcut.from.name(), to: shortcut.to.name(), stored_bytes: shortcut.pair.bytes() }
+    }
+}
+
+impl fmt::Display for Folded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{} to {} in {}", self.from, self.to, text::bytes(self.stored_bytes))
+    }
+}
+
+#[derive(Serialize)]
+#[serde(transparent)]
+pub struct Pruned(pub PruneReport);
+
+impl fmt::Display for Pruned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(report) = self;
+        let pruned = report.pruned.len() as u64;
+        writeln!(f, "pruned {}, kept {}", text::counted(pruned, "version"), text::count(report.kept))?;
+        let shortcuts = text::counted(report.shortcuts, "shortcut");
+        writeln!(f, "  stored {shortcuts}, {}", text::bytes(report.shortcut_bytes))
+    }
+}
+
+#[derive(Serialize)]
+#[serde(transparent)]
+pub struct Collected(pub GcReport);
+
+impl fmt::Display for Collected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(report) = self;
+        writeln!(f, "removed {}, {}", text::counted(report.removed, "object"), text::bytes(report.removed_bytes))?;
+        if report.versions > 0 {
+            writeln!(f, "  {} that were pruned, or whose branch was deleted", text::counted(report.versions, "version"))?;
+        }
+        if report.shortcuts > 0 {
+            writeln!(f, "  {}", text::counted(report.shortcuts, "shortcut"))?;
+        }
+        let (used, young) = (text::count(report.used), text::count(report.young));
+        writeln!(f, "  kept: {used} that versions use, {young} younger than the grace")
+    }
+}
+
+#[derive(Serialize)]
+#[serde(transparent)]
+pub struct Sizes(pub Usage);
+
+impl fmt::Display for Sizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(usage) = self;
+        text::facts(f, &facts(usage))
+    }
+}
