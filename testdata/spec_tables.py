@@ -316,7 +316,7 @@ def rule_index(text):
         names = vectors[rule]
         more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
         lines.append(f"| `{rule}` | " + ", ".join(f"`{name}`" for name in names[:MOST]) + more + " |")
-    return "| rule | vectors in `testdata/v1/invalid` and `testdata/v1.2/invalid` |\n|---|---|\n" + "\n".join(lines)
+    return "| rule | vectors, in the folders `invalid` of `testdata/v1`, `v1.2` and `v1.3` |\n|---|---|\n" + "\n".join(lines)
 
 
 def ids_of(text):
