@@ -4,7 +4,7 @@
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use tpde::internals::{
-    self, ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, PairBuilder, TableSet, TensorSpec, chunk_sum,
+    self, ChunkDecoder, ChunkEncoder, Coding, DecodeCost, Encoded, EncodedChunk, PairBuilder, TableSet, TensorSpec, chunk_sum,
 };
 use tpde::{Apply, BaseKind, Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex};
 
@@ -113,7 +113,7 @@ fn parts(c: &mut Criterion) {
         let coding = match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(None),
-            _ => Coding::Conditioned { tables: Some(&tables), low_bits: 0, pace: Pace::default() },
+            _ => Coding::Conditioned { tables: Some(&tables), low_bits: 0, decode_cost: DecodeCost::default() },
         };
         let mut payload = Vec::new();
         let encoded = encoder.encode(coding, Dtype::Bf16, base, target, &mut payload).unwrap();

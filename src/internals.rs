@@ -3,7 +3,7 @@
 
 #[cfg(fuzzing)]
 pub use crate::codec::fuzzing;
-pub use crate::codec::{ChunkDecoder, ChunkEncoder, Coding, Encoded, EncodedChunk, Pace, TableSet};
+pub use crate::codec::{ChunkDecoder, ChunkEncoder, Coding, DecodeCost, Encoded, EncodedChunk, TableSet};
 pub use crate::encode::encode;
 pub use crate::error::{MESSAGE_CHARS, SHOWN_CHARS};
 pub use crate::floats::{cast_lanes, scale_lanes, scale_nibbles};

@@ -19,7 +19,7 @@ mod simd;
 pub(crate) mod zstd;
 
 use self::conditioned::ConditionedChunk;
-pub use self::conditioned::{Pace, TableSet};
+pub use self::conditioned::{DecodeCost, TableSet};
 pub(crate) use self::difference::{Difference, GROUP, cleared, compare, count};
 pub use self::parts::PayloadParts;
 pub(crate) use self::parts::parts;
@@ -94,7 +94,7 @@ pub enum Coding<'a> {
         /// are close to their base.
         low_bits: u32,
         /// Weight of decoding time against payload size.
-        pace: Pace,
+        decode_cost: DecodeCost,
     },
 }
 
@@ -151,8 +151,8 @@ impl ChunkEncoder {
                 let layouts = layout.as_ref().map_or(Layouts::ByRule, |layout| Layouts::These(std::slice::from_ref(layout)));
                 Ok(self.zstd.encode::<L>(difference, layouts, 0, payload)?.0)
             }
-            Coding::Conditioned { tables, low_bits, pace } => {
-                Ok(self.conditioned.encode::<L>(difference, tables, low_bits, pace, payload))
+            Coding::Conditioned { tables, low_bits, decode_cost } => {
+                Ok(self.conditioned.encode::<L>(difference, tables, low_bits, decode_cost, payload))
             }
         })
     }
@@ -227,7 +227,7 @@ impl ChunkDecoder {
 /// Converts payloads of codec `zstd` to codec `raw`, for devices, which do not decode `zstd`. One per thread.
 #[cfg(feature = "cuda")]
 #[derive(Default)]
-pub(crate) struct Expander {
+pub(crate) struct RawTranscoder {
     decoder: ChunkDecoder,
     zeros: Vec<u8>,
     deltas: Vec<u8>,
@@ -236,9 +236,9 @@ pub(crate) struct Expander {
 }
 
 #[cfg(feature = "cuda")]
-impl Expander {
+impl RawTranscoder {
     /// Converts the payload of a chunk of `lanes` lanes. Memory: two chunks and the payload.
-    pub fn expand(&mut self, encoded: Encoded, payload: &[u8], lanes: usize, lane_bytes: usize) -> Result<&[u8]> {
+    pub fn transcode(&mut self, encoded: Encoded, payload: &[u8], lanes: usize, lane_bytes: usize) -> Result<&[u8]> {
         let size = lanes * lane_bytes;
         self.zeros.resize(self.zeros.len().max(size), 0);
         self.deltas.clear();

@@ -57,7 +57,9 @@ fn encode(way: Way, dtype: Dtype, base: &[u8], target: &[u8]) -> Stored {
     let coding = match way {
         Way::Raw => Coding::Raw,
         Way::Zstd(layout) => Coding::Zstd(layout),
-        Way::Conditioned(_) | Way::Bare => Coding::Conditioned { tables: tables.as_ref(), low_bits, pace: Pace::default() },
+        Way::Conditioned(_) | Way::Bare => {
+            Coding::Conditioned { tables: tables.as_ref(), low_bits, decode_cost: DecodeCost::default() }
+        }
     };
     let mut payload = Vec::new();
     let encoded = ENCODER.with_borrow_mut(|encoder| encoder.encode(coding, dtype, base, target, &mut payload).unwrap());
@@ -111,8 +113,10 @@ fn payloads_are_appended_to_what_is_there() {
             let coding = match way {
                 Way::Raw => Coding::Raw,
                 Way::Zstd(layout) => Coding::Zstd(layout),
-                Way::Conditioned(low_bits) => Coding::Conditioned { tables: tables.as_ref(), low_bits, pace: Pace::default() },
-                Way::Bare => Coding::Conditioned { tables: None, low_bits: 0, pace: Pace::default() },
+                Way::Conditioned(low_bits) => {
+                    Coding::Conditioned { tables: tables.as_ref(), low_bits, decode_cost: DecodeCost::default() }
+                }
+                Way::Bare => Coding::Conditioned { tables: None, low_bits: 0, decode_cost: DecodeCost::default() },
             };
             let mut both = vec![7; 33];
             let again = ENCODER.with_borrow_mut(|encoder| encoder.encode(coding, dtype, &base, &target, &mut both).unwrap());
@@ -203,12 +207,12 @@ proptest! {
     #[test]
     fn expanded_payloads_are_those_of_codec_raw((dtype, base, target) in lanes()) {
         let raw = encode(Way::Raw, dtype, &base, &target);
-        let mut expander = Expander::default();
+        let mut transcoder = RawTranscoder::default();
         for way in ways(dtype) {
             let Stored { codec, encoded, payload, .. } = encode(way, dtype, &base, &target);
             if codec == Codec::Zstd && encoded.num_deltas > 0 {
                 let lane_bytes = dtype.lane_bytes();
-                prop_assert_eq!(expander.expand(encoded, &payload, base.len() / lane_bytes, lane_bytes).unwrap(), &raw.payload[..]);
+                prop_assert_eq!(transcoder.transcode(encoded, &payload, base.len() / lane_bytes, lane_bytes).unwrap(), &raw.payload[..]);
             }
         }
     }

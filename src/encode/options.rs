@@ -1,7 +1,7 @@
 //! Encode options.
 
 use super::split::Split;
-use crate::codec::{Codec, Layout, Pace};
+use crate::codec::{Codec, DecodeCost, Layout};
 use crate::format::{Form, FormatVersion, named, parsed_by_name};
 use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
@@ -174,12 +174,14 @@ impl Favor {
     }
 
     /// The weight of decoding time, for this value of the option `chunk_lanes`.
-    pub(super) fn pace(self, chunk_lanes: u64) -> Pace {
+    pub(super) fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
         match self {
-            Self::Ratio if streams_are_short(chunk_lanes) => Pace { steps: Pace::default().steps / 2, state: 2, ..Pace::default() },
-            Self::Ratio => Pace::default(),
-            Self::Speed => Pace { lane: 256, steps: 512, state: 2 },
-            Self::Size => Pace { lane: 0, steps: usize::MAX, state: 1000 },
+            Self::Ratio if streams_are_short(chunk_lanes) => {
+                DecodeCost { steps: DecodeCost::default().steps / 2, state: 2, ..DecodeCost::default() }
+            }
+            Self::Ratio => DecodeCost::default(),
+            Self::Speed => DecodeCost { lane: 256, steps: 512, state: 2 },
+            Self::Size => DecodeCost { lane: 0, steps: usize::MAX, state: 1000 },
         }
     }
 }
@@ -280,13 +282,13 @@ mod tests {
     #[test]
     fn streams_are_half_as_long_where_chunks_below_the_default_are_asked_for() {
         let default = EncodeOptions::default().chunk_lanes;
-        let steps = |favor: Favor, chunk_lanes| favor.pace(chunk_lanes).steps;
+        let steps = |favor: Favor, chunk_lanes| favor.decode_cost(chunk_lanes).steps;
         assert_eq!(steps(Favor::Ratio, default), 1024);
         assert_eq!(steps(Favor::Ratio, 2 * default), 1024);
         for small in [4096, default / 2] {
             assert_eq!(steps(Favor::Ratio, small), 512);
             for favor in [Favor::Speed, Favor::Size] {
-                assert_eq!(favor.pace(small), favor.pace(default), "{favor}");
+                assert_eq!(favor.decode_cost(small), favor.decode_cost(default), "{favor}");
             }
         }
     }

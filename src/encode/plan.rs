@@ -2,7 +2,7 @@
 
 use super::options::{EncodeOptions, Way};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::codec::{Codec, Coding, Layout, Pace, TableSet};
+use crate::codec::{Codec, Coding, DecodeCost, Layout, TableSet};
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, TensorEntry};
 use crate::index::{self, FileNames};
@@ -20,7 +20,7 @@ pub(crate) struct Plan {
     pub base_kind: BaseKind,
     pub dtype: Dtype,
     pub chunk_lanes_log2: u8,
-    pub pace: Pace,
+    pub pace: DecodeCost,
     pub lanes: u64,
     /// Tables of codec `conditioned`: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
     pub tables: [Option<Arc<TableSet>>; 2],
@@ -55,7 +55,7 @@ impl Plan {
             Codec::Conditioned => Coding::Conditioned {
                 tables: self.tables_of(way).map(|set| &**set),
                 low_bits: low_bits(self.dtype, way.from_base),
-                pace: self.pace,
+                decode_cost: self.pace,
             },
         }
     }
@@ -198,7 +198,7 @@ pub(super) fn plan_from(
         base_kind,
         dtype: *dtype,
         chunk_lanes_log2,
-        pace: options.favor.pace(options.chunk_lanes),
+        pace: options.favor.decode_cost(options.chunk_lanes),
         lanes,
         tables: [None, None],
         derived: None,

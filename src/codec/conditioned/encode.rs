@@ -53,7 +53,7 @@ impl Default for Encoder {
 
 /// Weight of decoding time against payload size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pace {
+pub struct DecodeCost {
     /// Cost of decoding a coded lane, in 256ths of a bit.
     pub lane: u64,
     /// Maximum number of steps per stream. A stream is split further only if each state has enough payload.
@@ -62,7 +62,7 @@ pub struct Pace {
     pub state: u64,
 }
 
-impl Default for Pace {
+impl Default for DecodeCost {
     /// Returns a low weight, for small payloads.
     fn default() -> Self {
         Self { lane: 16, steps: 1024, state: 80 }
@@ -77,7 +77,7 @@ impl Encoder {
         difference: Difference<'_>,
         tables: Option<&TableSet>,
         low_bits: u32,
-        pace: Pace,
+        decode_cost: DecodeCost,
         payload: &mut Vec<u8>,
     ) -> Encoded {
         let Difference { dtype, base, target, changed, .. } = difference;
@@ -85,7 +85,7 @@ impl Encoder {
             return Encoded::default();
         }
         let start = payload.len();
-        let coded = tables.is_some_and(|tables| self.encode_coded::<L>(difference, tables, low_bits, pace, payload));
+        let coded = tables.is_some_and(|tables| self.encode_coded::<L>(difference, tables, low_bits, decode_cost, payload));
         if !coded || payload.len() - start > uncoded_size(difference) {
             payload.truncate(start);
             if listed_size(difference) < base.len() {
@@ -103,7 +103,7 @@ impl Encoder {
         difference: Difference<'_>,
         tables: &TableSet,
         low_bits: u32,
-        pace: Pace,
+        decode_cost: DecodeCost,
         payload: &mut Vec<u8>,
     ) -> bool {
         let Difference { dtype, base, target, masks, changed } = difference;
@@ -119,14 +119,14 @@ impl Encoder {
             _ => all_lanes(difference.lanes(), &mut self.all),
         };
         let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
-        let choice = choose(&stats, model, split, pace.lane, L::BYTES);
+        let choice = choose(&stats, model, split, decode_cost.lane, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
         let (blocks, tile) = (levels.len(), tile_blocks(L::BYTES));
         let tiles = blocks.div_ceil(tile);
         let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
         self.coded.find::<L>(self.platform, classifier, &levels, base, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        let (states, segments) = shape(coded, size_of_cost(choice.cost, coded, low_bits, pace), tiles, pace);
+        let (states, segments) = shape(coded, size_of_cost(choice.cost, coded, low_bits, decode_cost), tiles, decode_cost);
         if states != STEP {
             // The number of states depends on the number of coded lanes.
             self.coded.shorten_steps::<L>(STEP, states);
@@ -247,15 +247,15 @@ fn end_uncoded(size: usize, payload: &mut Vec<u8>) {
 
 /// Returns the size in bytes of a payload whose choice has this cost. Part of the cost is decoding time. It is subtracted, because
 /// it adds nothing to the size of the payload.
-pub(crate) fn size_of_cost(cost: u64, coded: usize, low_bits: u32, pace: Pace) -> u64 {
-    let time = if low_bits == 0 { coded as u64 * pace.lane } else { 0 };
+pub(crate) fn size_of_cost(cost: u64, coded: usize, low_bits: u32, decode_cost: DecodeCost) -> u64 {
+    let time = if low_bits == 0 { coded as u64 * decode_cost.lane } else { 0 };
     cost.saturating_sub(time) / BIT / 8
 }
 
 /// Returns the number of states per stream and the number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and
-/// a payload of about `size` bytes. Streams have at most `pace.steps` steps, unless states would have too little payload.
-pub(crate) fn shape(coded: usize, size: u64, tiles: usize, pace: Pace) -> (usize, usize) {
-    let Pace { steps: max_steps, state, .. } = pace;
+/// a payload of about `size` bytes. Streams have at most `decode_cost.steps` steps, unless states would have too little payload.
+pub(crate) fn shape(coded: usize, size: u64, tiles: usize, decode_cost: DecodeCost) -> (usize, usize) {
+    let DecodeCost { steps: max_steps, state, .. } = decode_cost;
     // On average, half of a tile's last step is unused.
     let steps = coded.div_ceil(STEP) + tiles / 2;
     let segments = [(STEPS, state.max(MIN_STATE_BYTES)), (max_steps, state)].map(|(max_steps, bytes)| {

@@ -25,8 +25,8 @@ mod values;
 pub(crate) use choice::ModelTables;
 pub(crate) use cost::BIT;
 pub(crate) use decode::{ConditionedChunk, Decoder};
+pub use encode::DecodeCost;
 pub(crate) use encode::Encoder;
-pub use encode::Pace;
 pub(crate) use encode::uncoded_size;
 #[cfg(feature = "cuda")]
 pub(crate) use encode::{listed_bytes, shape, size_of_cost, uncoded_bytes};

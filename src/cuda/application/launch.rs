@@ -4,7 +4,7 @@ use super::digests::DeviceDigests;
 use super::prepared::Prepared;
 use super::targets::Table;
 use crate::apply::InPlace;
-use crate::codec::{Encoded, Expander};
+use crate::codec::{Encoded, RawTranscoder};
 use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
 use crate::cuda::plan::schedule::{Group, Run, Slice, Staged};
@@ -361,7 +361,7 @@ impl Launcher<'_> {
     /// Expands the payloads of a piece to codec `raw`, with the padding and order of the staging memory.
     fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
         let index = &self.prepared.index;
-        let expand = |(expander, scratch): &mut (Expander, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
+        let expand = |(transcoder, scratch): &mut (RawTranscoder, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
             let record = &index.uploaded.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
@@ -369,7 +369,7 @@ impl Launcher<'_> {
             let payload = checked_payload(source, record, digest, staged.chunk, scratch).map_err(at)?;
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;
-            let raw = expander.expand(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;
+            let raw = transcoder.transcode(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;
             out[..raw.len()].copy_from_slice(raw);
             Ok(())
         };

@@ -46,11 +46,11 @@ fn trained(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<Ta
 }
 
 fn encode(encoder: &mut Encoder, dtype: Dtype, tables: Option<&TableSet>, low_bits: u32, base: &[u8], target: &[u8]) -> Vec<u8> {
-    encode_at(Pace::default(), encoder, dtype, tables, low_bits, base, target)
+    encode_at(DecodeCost::default(), encoder, dtype, tables, low_bits, base, target)
 }
 
 fn encode_at(
-    pace: Pace,
+    decode_cost: DecodeCost,
     encoder: &mut Encoder,
     dtype: Dtype,
     tables: Option<&TableSet>,
@@ -61,7 +61,7 @@ fn encode_at(
     let mut payload = vec![0xEE; 3];
     let mut masks = Vec::new();
     let difference = Difference::find(dtype, base, target, &mut masks);
-    let encoded = with_lane!(dtype.lane_bytes(), L => encoder.encode::<L>(difference, tables, low_bits, pace, &mut payload));
+    let encoded = with_lane!(dtype.lane_bytes(), L => encoder.encode::<L>(difference, tables, low_bits, decode_cost, &mut payload));
     let changed = count_changed(dtype, base, target);
     let size = if changed == 0 { 0 } else { base.len() as u32 };
     assert_eq!(encoded, Encoded { uncompressed_size: size, num_deltas: changed });

@@ -63,7 +63,7 @@ fn what_a_payload_is_appended_to_changes_nothing() {
         let mut masks = Vec::new();
         let difference = Difference::find(dtype, &base, &target, &mut masks);
         with_lane!(dtype.lane_bytes(), L => {
-            encoder.encode::<L>(difference, tables.as_ref(), 0, Pace::default(), &mut payload)
+            encoder.encode::<L>(difference, tables.as_ref(), 0, DecodeCost::default(), &mut payload)
         });
         assert!(payload[1 << 20..] == alone, "{dtype}");
     }

@@ -137,7 +137,7 @@ fn a_dear_lane_is_coded_less_often_and_streams_are_as_short_as_they_are_wanted()
     let tables = trained(Dtype::Bf16, 0, &base, &target);
     let mut encoder = Encoder::default();
     let [cheap, dear, short] = [(16, 1024, 80), (256, 1024, 80), (16, 512, 2)].map(|(lane, steps, state)| {
-        let payload = encode_at(Pace { lane, steps, state }, &mut encoder, Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+        let payload = encode_at(DecodeCost { lane, steps, state }, &mut encoder, Dtype::Bf16, tables.as_ref(), 0, &base, &target);
         assert_decodes(&mut decoders(), Dtype::Bf16, tables.as_ref(), &payload, &base, &target);
         let (header, _) = ConditionedHeader::read_from_prefix(&payload).unwrap();
         (payload.len(), header.exception_count.get(), header.segments_log2)

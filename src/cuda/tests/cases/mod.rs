@@ -6,7 +6,7 @@ pub mod shapes;
 pub mod writer;
 
 use crate::codec::conditioned::{Sample, Trainer};
-use crate::codec::{ChunkDecoder, ChunkEncoder, Codec, Coding, Encoded, EncodedChunk, Pace, TableSet};
+use crate::codec::{ChunkDecoder, ChunkEncoder, Codec, Coding, DecodeCost, Encoded, EncodedChunk, TableSet};
 use crate::error::Rule;
 use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use crate::sums::chunk_sum;
@@ -84,7 +84,7 @@ impl Case {
         let coding = match codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(None),
-            Codec::Conditioned => Coding::Conditioned { tables: set.as_ref(), low_bits, pace: Pace::default() },
+            Codec::Conditioned => Coding::Conditioned { tables: set.as_ref(), low_bits, decode_cost: DecodeCost::default() },
         };
         let mut payload = Vec::new();
         let encoded = ChunkEncoder::new().unwrap().encode(coding, dtype, &base, target, &mut payload).unwrap();

@@ -9,7 +9,7 @@ use super::cases::writer::tile;
 use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
 use super::laid::base_of;
 use super::vectors;
-use crate::codec::{Codec, Encoded, Expander};
+use crate::codec::{Codec, Encoded, RawTranscoder};
 use crate::format::BaseKind;
 use crate::lane::Dtype;
 use crate::{Checkpoint, Pair, SafetensorsCheckpoint};
@@ -65,8 +65,8 @@ fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -
             if case.codec == Codec::Zstd && case.num_deltas > 0 {
                 let encoded = Encoded { uncompressed_size: case.uncompressed_size, num_deltas: case.num_deltas };
                 let checked = crc32fast::hash(&case.payload) == case.crc32 && case.padding == 0;
-                let mut expander = Expander::default();
-                let Some(raw) = expander.expand(encoded, &case.payload, case.lanes, width).ok().filter(|_| checked) else {
+                let mut transcoder = RawTranscoder::default();
+                let Some(raw) = transcoder.transcode(encoded, &case.payload, case.lanes, width).ok().filter(|_| checked) else {
                     continue;
                 };
                 case.payload = raw.to_vec();
