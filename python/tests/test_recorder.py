@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,37 @@ def test_repacked_modules_take_the_second_way(ranks: int, tmp_path: Path) -> Non
         assert same(model.parameters, every.expected(rank, third))
 
 
+def test_what_is_kept_is_on_the_cpu_and_parameters_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls change them. Both are checked before the first write, and one that ends between the two is continued."""
+    monkeypatch.setattr(tpde.slices, "_is_mixed", lambda live, kept: bool(live and kept))
+    every = Ranks(Repacking, 1, tmp_path)
+    (model,), (found,) = every.models, every.maps
+    model.load_weights(every.base.items())
+    kept = found.keep(every.base, ["layers.0.experts", "layers.1.experts"])
+    before = {name: one.clone() for name, one in model.parameters.items()}
+    tpde.slices.check(found, every.pair, kept=kept)
+    # A wrong copy is found before the parameters are written.
+    kept.slices[0].tensor.view(torch.uint8)[0] ^= 1
+    with pytest.raises(tpde.WrongBase):
+        tpde.slices.apply_(found, every.pair, kept=kept, reload=model.load_weights)
+    assert same(model.parameters, before)
+    kept.slices[0].tensor.view(torch.uint8)[0] ^= 1
+    change, calls = tpde.slices.apply_slices_, []
+
+    def end_before_the_last(slices: Any, pair: Any, **how: Any) -> Any:
+        calls.append(slices)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return change(slices, pair, **how)
+
+    monkeypatch.setattr(tpde.slices, "apply_slices_", end_before_the_last)
+    with pytest.raises(KeyboardInterrupt):
+        tpde.slices.apply_(found, every.pair, kept=kept, reload=model.load_weights)
+    report = tpde.slices.apply_(found, every.pair, kept=kept, reload=model.load_weights)
+    assert (report.outcome, report.reloaded) == ("applied", kept.modules)
+    assert same(model.parameters, every.expected(0, every.target))
+
+
 def test_a_reload_that_fails_is_repeated(tmp_path: Path) -> None:
     every = Ranks(Repacking, 1, tmp_path)
     model, found = every.models[0], every.maps[0]
@@ -432,6 +464,37 @@ def test_refused_parameters_are_kept(tmp_path: Path) -> None:
         found.keep(base, ["other"])
     with pytest.raises(tpde.InvalidArgument, match=r"'experts.down' of the base has shape \[3, 32, 32\]: expected \[4, 32, 32\]"):
         found.keep({**base, "experts.down": base["experts.down"][:3]})
+
+
+def test_replaced_parameters_are_named_and_take_the_second_way(tmp_path: Path) -> None:
+    """A kernel has packed the weights of a module into memory of another shape after they were loaded."""
+    base = loaders.random_weights(loaders.Llama.shapes, 1)
+    model = loaders.Llama(0, 1)
+    model.load_weights(base.items())
+    found = recorded(model, base)
+    assert found.replaced() == []
+    live = {**model.parameters}
+    live["layers.0.qkv.weight"] = torch.empty(0, dtype=torch.bfloat16)
+    del live["layers.1.o.weight"]
+    with pytest.raises(tpde.InvalidArgument, match=r"'layers.0.qkv.weight' is torch.bfloat16 \[0\].*expected .* as recorded"):
+        found.bind(live)
+    bound = replace(found, _owner=live)
+    assert bound.replaced() == ["layers.0.qkv", "layers.1.o"]
+    kept = bound.keep(base, bound.replaced())
+    target = loaders.changed(base, 2)
+    pair = write_pair(tmp_path / "pair", target, base, [bound.rectangles(kept)])
+    loaded: loaders.Weights = {}
+    report = tpde.slices.apply_(bound, pair, kept=kept, reload=loaded.update)
+    assert report.reloaded == bound.replaced() and sorted(loaded) == [
+        "layers.0.k.weight",
+        "layers.0.q.weight",
+        "layers.0.v.weight",
+        "layers.1.o.weight",
+    ]
+    assert same(loaded, {name: target[name] for name in loaded})
+    expected = loaders.Llama(0, 1).loaded(target)
+    patched = live.keys() - {"layers.0.qkv.weight"}
+    assert same({name: live[name] for name in patched}, {name: expected[name] for name in patched})
 
 
 class Layer(torch.nn.Module):

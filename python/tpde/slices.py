@@ -13,7 +13,9 @@ What no map of slices can express is refused by name. See :func:`record`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,7 @@ from ._paths import Digest, StrPath, inspect
 from ._progress import Progress
 from ._recorder import Refusal
 from ._recorder import record as _record
-from ._slices import Slice
+from ._slices import Slice, device_of_slices
 from ._state import Outcome
 from ._torch_memory import dtype_of
 from .torch import apply_slices_
@@ -107,6 +109,15 @@ class Map:
         bound._live()
         return bound
 
+    def replaced(self) -> list[str]:
+        """Names of the modules whose parameters are missing, or have another shape, dtype or layout than they had.
+
+        A kernel has replaced them after loading. Such modules take the second way, see :meth:`keep`.
+        """
+        live = _map.parameters_of(self._owner)
+        other = {name for name, layout in self._layouts.items() if name not in live or _map.Layout.of(live[name]) != layout}
+        return sorted({module_of(name) for name in other})
+
     def slices(self, *, without: Iterable[str] = ()) -> list[Slice]:
         """The slices of the live parameters, as :func:`tpde.torch.apply_slices_` takes them.
 
@@ -116,11 +127,14 @@ class Map:
         Raises:
             InvalidArgument: A parameter is missing, or has another shape, dtype or layout than it had.
         """
-        live, excluded = self._live(), frozenset(without)
+        return self._slices(frozenset(without), None)
+
+    def _slices(self, without: Container[str], tensors: Container[str] | None) -> list[Slice]:
+        live = self._live(without)
         return [
             Slice(one.tensor, one.index, one.memory(live[one.parameter]), self._shapes[one.tensor])
             for one in self.pieces
-            if module_of(one.parameter) not in excluded
+            if module_of(one.parameter) not in without and (tensors is None or one.tensor in tensors)
         ]
 
     def rectangles(self, kept: Kept | None = None) -> Rectangles:
@@ -146,9 +160,11 @@ class Map:
         """
         return keep(self, base, modules, pinned=pinned)
 
-    def _live(self) -> dict[str, torch.Tensor]:
+    def _live(self, without: Container[str] = ()) -> dict[str, torch.Tensor]:
         live = _map.parameters_of(self._owner)
         for name, layout in self._layouts.items():
+            if module_of(name) in without:
+                continue
             if name not in live:
                 raise _errors.InvalidArgument(f"parameter {name!r} is missing")
             if _map.Layout.of(live[name]) != layout:
@@ -271,7 +287,10 @@ def apply_(
                 found="others",
             )
     try:
-        outcome = apply_slices_([*first, *of_kept], pair, expect=expect, progress=progress)
+        if _is_mixed(first, of_kept):
+            outcome = _apply_mixed(first, of_kept, pair, expect, progress)
+        else:
+            outcome = apply_slices_([*first, *of_kept], pair, expect=expect, progress=progress)
     except _errors.WrongBase as error:
         raise _explained(error, weights, second, pair, expect) from error
     if outcome == "applied":
@@ -298,13 +317,29 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
         UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`tpde.torch.apply_slices_`.
     """
     names = {one.name for one in inspect(pair, expect=expect).tensors}
-    slices = weights.slices(without=kept.modules if kept is not None else [])
-    first, _ = _map.without_copies([one for one in slices if one.name in names])
+    slices = weights._slices(frozenset(kept.modules if kept is not None else ()), names)
+    first, _ = _map.without_copies(slices)
     of_kept = [one for one in kept.slices if one.name in names] if kept is not None else []
-    try:
-        _decode_apart([*first, *of_kept], pair, expect)
-    except _errors.AlreadyApplied:
-        pass
+    for some in (first, of_kept) if _is_mixed(first, of_kept) else ([*first, *of_kept],):
+        with contextlib.suppress(_errors.AlreadyApplied):
+            _decode_apart(some, pair, expect)
+
+
+def _is_mixed(live: list[Slice], kept: list[Slice]) -> bool:
+    """Whether live parameters are on a device, and what is kept is not. One call changes memory of one of them."""
+    return bool(live and kept) and device_of_slices(live) is not None
+
+
+def _apply_mixed(live: list[Slice], kept: list[Slice], pair: Any, expect: Digest | None, progress: Progress) -> Outcome:
+    """Changes live parameters on a device, and what is kept on the CPU. Both are checked before the first write.
+
+    If a call ends between the two, the next one changes what is left.
+    """
+    files = os.fspath(pair)
+    with contextlib.suppress(_errors.AlreadyApplied):
+        _decode_apart(kept, files, expect)
+    outcomes = [apply_slices_(live, pair, expect=expect, progress=progress), apply_slices_(kept, files, expect=expect)]
+    return "applied" if "applied" in outcomes else outcomes[0]
 
 
 def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
@@ -318,7 +353,7 @@ def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> None
 
 def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.WrongBase:
     """Compares each module with the base alone, and names those that do not hold it. Writes nothing."""
-    live, failed, held = weights._live(), [], 0
+    live, failed, held = weights._live(without), [], 0
     by_module: dict[str, list[Slice]] = {}
     for one in weights.pieces:
         if module_of(one.parameter) not in without:
