@@ -384,3 +384,46 @@ class TestEncode:
 def same_pairs(one: Path, other: Path) -> bool:
     """Whether two pairs have the same bytes."""
     return all(Path(f"{one}{end}").read_bytes() == Path(f"{other}{end}").read_bytes() for end in (".tpde-index", ".tpde-blob"))
+
+
+@real
+class TestGraphs:
+    def test_a_captured_graph_sees_the_new_weights(self, tmp_path: Path) -> None:
+        """Versions reach parameters over which a CUDA graph was captured: their addresses stay."""
+        import loaders
+
+        import tpde.slices
+        import tpde.sync
+
+        base = {name: torch.randn(shape).bfloat16() for name, (shape, _) in loaders.Llama.shapes.items()}
+        state = {"weights": base}
+        publisher = tpde.sync.Publisher(lambda: state["weights"], tpde.sync.Folder(tmp_path))
+        model = loaders.Llama(0, 1)
+        model.load_weights(base.items())
+        for name, tensor in model.parameters.items():
+            tensor.data = tensor.data.cuda()
+        live = model.parameters
+        found = tpde.slices.record(model.load_weights, base, live)
+        subscriber = tpde.sync.Subscriber(found, tpde.sync.Folder(tmp_path), "one", version=0)
+        x = torch.randn(3, live["layers.0.qkv.weight"].shape[1], device="cuda", dtype=torch.bfloat16)
+
+        def forward() -> Any:
+            return torch.cat(
+                [x @ tensor.t() for tensor in live.values() if tensor.dim() == 2 and tensor.shape[1] == x.shape[1]], dim=1
+            )
+
+        forward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = forward()
+        for _ in range(2):
+            state["weights"] = {name: tensor + tensor for name, tensor in state["weights"].items()}
+            publisher.publish()
+            subscriber.stage()
+            subscriber.commit()
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = {name: tensor.cuda() for name, tensor in loaders.Llama(0, 1).loaded(state["weights"]).items()}
+            assert all(torch.equal(live[name], tensor) for name, tensor in expected.items())
+            assert torch.equal(y, forward())

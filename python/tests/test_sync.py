@@ -107,6 +107,17 @@ def test_subscribers_follow_version_by_version(tmp_path: Path) -> None:
         assert trainer.publisher.wait() == []
 
 
+def test_weights_may_change_when_they_are_copied(tmp_path: Path) -> None:
+    trained = {name: one.clone() for name, one in weights_of(0).items()}
+    publisher = tpde.sync.Publisher(lambda: trained, tpde.sync.Folder(tmp_path), timeout=0)
+    engine = Engine(tmp_path, "one", 0, 1, version=0)
+    for name, one in weights_of(1).items():
+        trained[name].copy_(one)
+    publisher.publish(copied=lambda: [one.zero_() for one in trained.values()] and None)
+    assert engine.update() == [1]
+    engine.check()
+
+
 def test_versions_never_run_ahead(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     fast, slow = Engine(tmp_path, "fast", 0, 1, version=0), Engine(tmp_path, "slow", 0, 1, version=0)
