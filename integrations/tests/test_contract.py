@@ -104,6 +104,30 @@ class TestVllm:
         text = "".join(wheels["vllm"].read(one).decode() for one in reload if one.endswith(".py"))
         assert "def initialize_layerwise_reload(" in text and "def finalize_layerwise_reload(" in text
 
+    def test_parameters_that_the_loader_writes_are_known_later(self, wheels: dict[str, zipfile.ZipFile]) -> None:
+        folder = "vllm/model_executor/model_loader/reload/"
+        assert function(tree(wheels["vllm"], folder + "layerwise.py"), "get_layerwise_info") == ["layer"]
+        assert function(tree(wheels["vllm"], folder + "meta.py"), "restore_layer_on_meta") == ["layer", "info"]
+        info = wheels["vllm"].read(folder + "types.py").decode()
+        assert "restore_metadata: LayerTensors" in info
+        for name in ("initialize_layerwise_reload", "finalize_layerwise_processing"):
+            text = ast.unparse(
+                next(one for one in ast.walk(tree(wheels["vllm"], folder + "layerwise.py")) if getattr(one, "name", "") == name)
+            )
+            assert "model.modules()" in text and "model.named" not in text, "it takes some modules in place of a model"
+
+    def test_what_layers_derive_from_weights(self, wheels: dict[str, zipfile.ZipFile]) -> None:
+        """Attention derives again in place; the CPU backend packs linear layers and embeddings in closures."""
+        attention = tree(wheels["vllm"], "vllm/model_executor/layers/attention/__init__.py")
+        assert function(attention, "is_deferred_attention_layer") == ["layer"]
+        text = wheels["vllm"].read("vllm/model_executor/layers/utils.py").decode()
+        assert "layer.cpu_linear = lambda x, weight, bias: ops.onednn_mm(handler, x, bias)" in text
+        for layer, removes in (("linear", True), ("vocab_parallel_embedding", False)):
+            text = wheels["vllm"].read(f"vllm/model_executor/layers/{layer}.py").decode()
+            assert f"dispatch_cpu_unquantized_gemm(layer, remove_weight={removes})" in text
+        path = "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py"
+        assert "is_weight_update = self.moe_kernel is not None" in wheels["vllm"].read(path).decode()
+
     def test_all_general_plugins_are_executed(self, wheels: dict[str, zipfile.ZipFile]) -> None:
         assert '"vllm.general_plugins"' in wheels["vllm"].read("vllm/plugins/__init__.py").decode()
 
@@ -120,3 +144,19 @@ class TestSglang:
         loader = tree(wheels["sglang"], "sglang/srt/model_loader/loader.py")
         assert function(loader, "post_load_weights") == ["model"]
         assert "model.post_load_weights()" in wheels["sglang"].read("sglang/srt/model_loader/loader.py").decode()
+
+    def test_weights_are_restored_before_and_processed_after_a_session(self, wheels: dict[str, zipfile.ZipFile]) -> None:
+        """So a loader that is called within a session finds the parameters that the model's loader writes."""
+        path = "sglang/srt/model_executor/model_runner_components/weight_updater.py"
+        updater = tree(wheels["sglang"], path)
+        assert function(updater, "begin_weight_update") == ["self"]
+        assert function(updater, "end_weight_update") == ["self", "run_post_load"]
+        text = wheels["sglang"].read(path).decode()
+        assert "restore_weights_before_loading(" in text and "postprocess_weights(" in text
+
+    def test_a_loader_that_is_listed_is_noticed(self, wheels: dict[str, zipfile.ZipFile]) -> None:
+        """A server with a custom loader starts in another way. So no plug-in of the group sglang.srt.plugins lists it unasked."""
+        path = "sglang/srt/model_executor/model_runner_components/startup_weight_load.py"
+        assert "has_custom_weight_loader=bool(get_model().custom_weight_loader)" in wheels["sglang"].read(path).decode()
+        text = wheels["sglang"].read("sglang/srt/plugins/__init__.py").decode()
+        assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in text

@@ -43,16 +43,17 @@ def repacked(
     Raises:
         tpde.WrongBase: No module holds the base, so it is another checkpoint.
     """
+    differing = set(weights.replaced())
     by_tensor: dict[str, list[tpde.slices.Piece]] = {}
     for one in weights.pieces:
-        by_tensor.setdefault(one.tensor, []).append(one)
+        if _module(one.parameter) not in differing:
+            by_tensor.setdefault(one.tensor, []).append(one)
     held: set[str] = set()
-    differing: set[str] = set()
     for name, tensor in base:
         for one in by_tensor.get(name, ()):
             memory = one.memory(parameters[one.parameter]).cpu().contiguous().view(torch.uint8)
             same = torch.equal(memory, tensor[one.index].cpu().contiguous().view(torch.uint8))
-            (held if same else differing).add(one.parameter.rpartition(".")[0])
+            (held if same else differing).add(_module(one.parameter))
     if differing and not held:
         raise tpde.WrongBase(
             f"no module holds the checkpoint: {min(differing)!r} and {len(differing) - 1} more differ",
@@ -61,6 +62,10 @@ def repacked(
             found="another one",
         )
     return sorted(differing)
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 class Follower:
@@ -166,7 +171,8 @@ def follower(
     tensors: Tensors,
     version: int = 0,
     checkpoint: str | None = None,
-    reload: Callable[[Iterator[tuple[str, torch.Tensor]]], Any] | None = None,
+    reload: Callable[[list[str], dict[str, torch.Tensor]], Any] | None = None,
+    recording: contextlib.AbstractContextManager[Any] | None = None,
     device: Any = "cpu",
 ) -> Follower:
     """A live model that follows a channel.
@@ -174,9 +180,15 @@ def follower(
     Args:
         checkpoint: The checkpoint that the engine has loaded. Modules that a kernel has repacked are found by it, and take the second
             way: a copy of their slices is kept, and ``reload`` loads them.
-        reload: The engine's loader; ``None`` for ``model.load_weights``.
+        reload: Loads modules again. It gets their names and their tensors; ``None`` for ``model.load_weights``.
+        recording: Entered while the loader is recorded: parameters have the shapes that it loads.
+
+    Raises:
+        tpde.Repacked: A kernel has replaced parameters, and there is no checkpoint.
+        tpde.NotRecorded, tpde.WrongBase: The model cannot be patched, or holds another checkpoint.
     """
-    weights, kept = recorded(model, tensors), None
+    with recording or contextlib.nullcontext():
+        weights, kept = recorded(model, tensors), None
     if checkpoint is not None:
         live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         modules = repacked(weights, tensors_of_folder(checkpoint), live)
@@ -184,6 +196,55 @@ def follower(
             kept = weights.keep(tensors_of_folder(checkpoint), modules)
     else:
         weights.check(missing="*", refused=False)
-    load = reload or model.load_weights
+        if replaced := weights.replaced():
+            raise tpde.Repacked(
+                f"a kernel has replaced the parameters of {replaced[0]!r} and {len(replaced) - 1} more modules: expected checkpoint, of "
+                "which their slices are kept",
+                modules=replaced,
+                tensor=None,
+                expected="the parameters that the loader writes",
+                found="others",
+            )
+
+    def load(loaded: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if reload is None:
+            model.load_weights(loaded)
+            return
+        own = dict(loaded)
+        modules = {_module(name) for name, of in weights.tensors_of.items() if any(tensor in own for tensor in of)}
+        reload(sorted(modules), own)
+
+    if kept is not None:
+        _try(model, kept, load)
     subscriber = tpde.sync.Subscriber(weights, channel, name, version=version, kept=kept, reload=load if kept is not None else None)
     return Follower(subscriber, device)
+
+
+def _try(model: torch.nn.Module, kept: tpde.slices.Kept, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+    """Loads the modules again with the weights that they have. An engine whose reload gives other parameters would corrupt them silently.
+
+    Raises:
+        tpde.NotRecorded: The reload of a module gives other parameters. They are put back.
+    """
+    live = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: one for name, one in live.items() if _module(name) in set(kept.modules)}
+    before = {name: one.detach().clone() for name, one in own.items()}
+    with torch.no_grad():
+        try:
+            kept.reload(load)
+        except tpde.Poisoned as error:
+            raise (error.__cause__ or error) from None
+        differing = [name for name, one in own.items() if not _same(one, before[name])]
+        for name in differing:
+            own[name].copy_(before[name])
+    if differing:
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise tpde.NotRecorded(
+            f"the engine's reload of the weights that it has gives other values for {differing[0]!r}{more}: expected the same",
+            parameter=differing[0],
+        )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flat = [each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (one, other)]
+    return torch.equal(*flat)

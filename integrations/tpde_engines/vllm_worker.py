@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +74,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             version=init_info.version,
             checkpoint=init_info.checkpoint,
             reload=self._reload,
+            recording=_as_loaded(self.model),
             device=self.device,
         )
 
@@ -91,13 +94,29 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._communicator = worker_init_process_group(address, self.parallel_config)
         return tpde.sync.Group(tpde.sync.Communicator(self._communicator))
 
-    def _reload(self, tensors: Any) -> None:
-        """vLLM's own reload, of the tensors of one module."""
+    def _reload(self, modules: list[str], tensors: dict[str, torch.Tensor]) -> None:
+        """vLLM's own reload, of some modules."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights((name, one.to(self.device)) for name, one in tensors)
-        finalize_layerwise_reload(self.model, self.model_config)
+        some = _Some([self.model.get_submodule(name) for name in modules])
+        for layer in some.modules() if self.device.type == "cpu" else ():
+            # With a kernel, 0.32 leaves out the packing of experts for the CPU and would leave unpacked weights.
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                layer.quant_method.moe_kernel = None
+        initialize_layerwise_reload(some)
+        self.model.load_weights((name, one.to(self.device)) for name, one in tensors.items())
+        finalize_layerwise_reload(some, self.model_config)
+
+    def _derive(self) -> None:
+        """Computes again what layers derive from weights and keep outside of parameters: absorbed projections of MLA, scales of the
+        cache, and the packed copies that the CPU backend makes of weights that it keeps, such as those of embeddings."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        for layer in self.model.modules():
+            if is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(self.model_config.dtype)
+            elif getattr(getattr(layer, "cpu_linear", None), "__closure__", None) and layer.weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)
 
     def start_weight_update(self) -> None:
         """Nothing: what comes is received and checked already."""
@@ -107,7 +126,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._follower is None:
             raise tpde.InvalidArgument("the engine follows no trainer: call init_weight_transfer_engine first")
         with torch.no_grad():
-            self._follower.commit(update_info.version)
+            try:
+                self._follower.commit(update_info.version)
+            finally:  # also if a version was applied before another one failed
+                self._derive()
 
     def finish_weight_update(self) -> None:
         """Nothing: the version was applied as a whole."""
@@ -120,3 +142,41 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._communicator is not None:
             self._communicator.destroy()
             self._communicator = None
+
+
+class _Some:
+    """Some modules of a model, as functions of vLLM take a model."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._modules = modules
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """The modules, without those below them."""
+        return iter(self._modules)
+
+
+@contextlib.contextmanager
+def _as_loaded(model: torch.nn.Module) -> Iterator[None]:
+    """Modules whose parameters a kernel has replaced have those that the loader writes, on the device meta."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+    saved = []
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if any(_is_other(layer._parameters.get(name), one) for name, one in info.restore_metadata[0].items()):
+            saved.append((layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)))
+            restore_layer_on_meta(layer, info)
+    try:
+        yield
+    finally:
+        for layer, parameters, buffers, non_persistent in saved:
+            for own, former in ((layer._parameters, parameters), (layer._buffers, buffers)):
+                own.clear()
+                own.update(former)
+            layer._non_persistent_buffers_set.clear()
+            layer._non_persistent_buffers_set.update(non_persistent)
+
+
+def _is_other(live: torch.Tensor | None, loaded: torch.Tensor) -> bool:
+    return live is None or (live.dtype, live.shape, live.stride()) != (loaded.dtype, loaded.shape, loaded.stride())
