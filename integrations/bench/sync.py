@@ -1,216 +1,263 @@
 """Time from a trainer's step until all receivers' weights are live. Receivers are bare: there is no engine.
 
-    python integrations/bench/sync.py --channel group --receivers 2 --layers 2 --changed 0.002 0.01 0.045
-    python integrations/bench/sync.py --channel group --backend nccl --layers 32 --width 4096 --hidden 14336     # a rank per GPU
-    python integrations/bench/sync.py --channel folder --path /shared/run --receivers 1
+    python integrations/bench/sync.py --receivers 2 --layers 2 --changed 0.002 0.01 0.045        # gloo, on the CPU
+    python integrations/bench/sync.py --backend nccl --size 8b --gigabits 100 25 10 1            # the trainer on GPU 0
+    python integrations/bench/sync.py --device cuda --size 8b --receivers 2 --tensor-parallel 2  # two ranks, also on one GPU
+    python integrations/bench/sync.py --channel folder --path /shared/run
+    python integrations/bench/sync.py --address 10.0.0.1:29500 --rank 1                          # one rank, on any host
 
-Beside each row, over the same ranks and in the same run: a dense broadcast, and a broadcast of int32 positions and values. Every weight of
-every receiver is compared, by SHA-256 of all bytes, after each of the three. Rows are JSON, one per line.
+Weights and changes have the statistics of real ones: see changes.py. Beside each row, over the same link and in the same run: all weights;
+positions as int32 and values; gaps and values in zstd. Every weight of every receiver is compared after each of them. Rows are JSON, one per
+line. With --gigabits, a token bucket limits what is sent, for the share --throttled-share.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import os
+import shutil
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import distributed, multiprocessing
+# Processes that are started import this file again.
+sys.path.insert(0, str(Path(__file__).parent))
 
-import tpde.slices
-import tpde.sync
+import torch  # noqa: E402
+from changes import Changes  # noqa: E402
+from receivers import Link, Memory, Replica, Weights, shapes, timed  # noqa: E402
+from rivals import Rivals  # noqa: E402
+from torch import distributed, multiprocessing  # noqa: E402
 
-Weights = dict[str, torch.Tensor]
+import tpde  # noqa: E402
+import tpde.sync  # noqa: E402
 
-
-def shapes(layers: int, width: int, hidden: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Those of a Llama with a quarter as many key-value heads as heads."""
-    found: dict[str, tuple[int, ...]] = {"embed": (vocabulary, width), "norm": (width,)}
-    for layer in range(layers):
-        rows = {"q": width, "k": width // 4, "v": width // 4, "o": width, "gate": hidden, "up": hidden}
-        found |= {f"{layer}.{name}": (size, width) for name, size in rows.items()}
-        found |= {f"{layer}.down": (width, hidden), f"{layer}.norm": (width,)}
-    return found
+SIZES = {"small": (2, 1024, 3584, 16384), "1b": (16, 2048, 8192, 128256), "8b": (32, 4096, 14336, 128256)}
+#: What a dense broadcast takes longer than this is computed from its bytes.
+LONGEST = 20.0
 
 
-def digest(weights: Weights) -> str:
-    """Of all bytes."""
-    total = hashlib.sha256()
-    for name in sorted(weights):
-        total.update(weights[name].cpu().contiguous().view(torch.uint8).numpy().data)
-    return total.hexdigest()
+class Run:
+    """What one rank does."""
 
-
-def stepped(weights: Weights, share: float, seed: int) -> None:
-    """Changes a share of the weights by one unit in the last place, as small steps of an optimizer do."""
-    generator = torch.Generator(next(iter(weights.values())).device).manual_seed(seed)
-    for one in weights.values():
-        mask = torch.rand(one.shape, generator=generator, device=one.device) < share
-        one.view(torch.int16).add_(mask.to(torch.int16))
-
-
-class Ranks:
-    """The group of all processes of the benchmark: it times a step over all of them, and compares their weights."""
-
-    def __init__(self, group: tpde.sync.TorchGroup) -> None:
-        self.group, self.rank = group, group.rank
-
-    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Milliseconds until all ranks have done their work."""
-        self._wait()
-        begin = time.perf_counter()
-        result = work()
-        self._wait()
-        return 1e3 * (time.perf_counter() - begin), result
-
-    def _wait(self) -> None:
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize(self.group.device)
-        distributed.barrier()
-
-    def compare(self, weights: Weights, what: str) -> None:
-        own = torch.frombuffer(bytearray.fromhex(digest(weights)), dtype=torch.uint8).to(self.group.device)
-        every = torch.empty((self.group.size, own.numel()), dtype=torch.uint8, device=own.device)
-        self.group.all_gather(every, own)
-        assert bool((every == every[0]).all()), f"{what}: weights differ"
-
-
-def dense(ranks: Ranks, weights: Weights) -> None:
-    """All weights."""
-    for one in weights.values():
-        ranks.group.broadcast(one.view(torch.uint8))
-
-
-def coo(ranks: Ranks, weights: Weights, last: Weights) -> int:
-    """Positions of changed weights as int32, and their values. Returns bytes."""
-    total = 0
-    for name, one in weights.items():
-        flat, count = one.view(torch.int16).view(-1), torch.zeros(1, dtype=torch.int64, device=one.device)
-        positions = torch.empty(0, dtype=torch.int32)
-        if ranks.rank == 0:
-            positions = (flat != last[name].view(torch.int16).view(-1)).nonzero().view(-1).to(torch.int32)
-            count += positions.numel()
-        ranks.group.broadcast(count.view(torch.uint8))
-        size = int(count)
-        if ranks.rank == 0:
-            values = flat[positions.long()]
+    def __init__(self, rank: int, options: argparse.Namespace, folder: str) -> None:
+        self.rank, self.options = rank, options
+        receivers = options.receivers
+        self.device = self._device_of(rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (receivers + 1)))
+        method = f"tcp://{options.address}" if options.address else f"file://{folder}/store"
+        distributed.init_process_group(
+            "gloo", init_method=method, rank=rank, world_size=receivers + 1, timeout=timedelta(minutes=10)
+        )
+        buffers = self.device if options.backend == "nccl" else torch.device("cpu")
+        groups = [distributed.new_group(backend=options.backend, timeout=timedelta(minutes=5)) for _ in range(2)]
+        #: Of the channel, and of other methods. Comparisons have no limit of speed.
+        self.channel_link = Link(tpde.sync.TorchGroup(groups[0], buffers), buffers)
+        self.link = Link(tpde.sync.TorchGroup(groups[1], buffers), self.device)
+        self.link.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        self.channel_link.broadcast(torch.zeros(1, dtype=torch.uint8, device=buffers))
+        self.shapes = shapes(*options.shape)
+        self.bytes = sum(2 * torch.Size(shape).numel() for shape in self.shapes.values())
+        self.changes = Changes(self.device)
+        self.weights: Weights = {}
+        self.last: Weights = {}
+        self.replica: Replica | None = None
+        if rank == 0:
+            self.weights = {name: self.changes.weights(shape) for name, shape in self.shapes.items()}
         else:
-            positions = torch.empty(size, dtype=torch.int32, device=one.device)
-            values = torch.empty(size, dtype=torch.int16, device=one.device)
-        for buffer in (positions, values) if size else ():
-            ranks.group.broadcast(buffer.view(torch.uint8))
-        if ranks.rank:
-            flat[positions.long()] = values
-        total += 6 * size + 8
-    return total
+            ranks = options.tensor_parallel
+            self.replica = Replica(self.shapes, (rank - 1) % ranks, ranks, self.device)
+        held = self.weights if self.replica is None else self.replica.parameters
+        self.last = {name: one.clone() for name, one in held.items()}
+        self.rivals = Rivals(self.link, self.shapes, self.weights, self.last, self.replica)
+        self.rivals.dense()
+        self._keep()
+        self.memory = Memory(self.device)
+        self.before = self.memory.used()
+        self._connect(folder)
+
+    def _device_of(self, rank: int) -> torch.device:
+        """The trainer has a GPU of its own if there are two."""
+        if self.options.device == "cpu":
+            return torch.device("cpu")
+        count = torch.cuda.device_count()
+        return torch.device("cuda", 0 if rank == 0 or count == 1 else 1 + (rank - 1) % (count - 1))
+
+    def _connect(self, folder: str) -> None:
+        options = self.options
+        if options.channel == "folder":
+            self.channel: tpde.sync.Folder = tpde.sync.Folder(options.path or f"{folder}/channel")
+        else:
+            # In memory, if there is room for the pairs of two versions.
+            is_large = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > self.bytes
+            self.pairs = tempfile.TemporaryDirectory(prefix="tpde-", dir="/dev/shm" if is_large else None)
+            self.channel = tpde.sync.Group(self.channel_link, self.pairs.name, history=1)
+        if self.rank == 0:
+            source = tpde.sync.Source(lambda: self.weights, device=self.device)
+            how: dict[str, Any] = {"favor": options.favor, "bucket": options.bucket, "timeout": 600}
+            self.publisher = tpde.sync.Publisher(source, self.channel, **how)
+        distributed.barrier()
+        if self.replica is not None:
+            self.subscriber = tpde.sync.Subscriber(self.replica.map(self.shapes), self.channel, f"rank{self.rank}", version=0)
+
+    def _keep(self) -> None:
+        """What receivers go back to after each method, and the trainer compares with."""
+        held = self.weights if self.replica is None else self.replica.parameters
+        for name, one in held.items():
+            self.last[name].copy_(one)
+
+    def _restore(self) -> None:
+        if self.replica is not None:
+            for name, one in self.replica.parameters.items():
+                one.copy_(self.last[name])
+
+    def _compare(self, what: str) -> None:
+        differing: list[Any] = [None] * (self.options.receivers + 1)
+        distributed.all_gather_object(differing, self.rivals.differing())
+        assert not any(differing), f"{what}: so many tensors differ, by rank: {differing}"
+
+    def _sync(self) -> tpde.sync.Sync:
+        """The next version, until it is live and all have answered."""
+        if self.rank == 0:
+            begin, copied = time.perf_counter(), threading.Event()
+            with ThreadPoolExecutor(1) as thread:  # the trainer goes on when its weights are copied
+                published = thread.submit(self.publisher.publish, copied=copied.set)
+                while not copied.wait(0.1) and not published.done():
+                    pass
+                blocked = time.perf_counter() - begin
+                sent = published.result()
+            sent.milliseconds.update(publish=1e3 * (time.perf_counter() - begin), blocked=1e3 * blocked)
+            self.publisher.wait()
+            return sent
+        version, done = self.subscriber.version + 1, []
+        while self.subscriber.version < version:
+            if self.subscriber.stage() or self.subscriber.is_owed:
+                done += self.subscriber.commit()
+            elif self.options.channel == "folder":
+                time.sleep(0.001)
+        return done[-1]
+
+    def version(self, share: float, gigabits: float | None, *, is_warm: bool = False, is_sampled: bool = False) -> None:
+        """Publishes a version in all ways, and prints a row. The first uses of memory, kernels and connections are not counted."""
+        if self.rank == 0:
+            self.changes.step(self.weights, share)
+        rows: dict[str, Any] = {}
+        for name, method in self.rivals.methods.items() if not is_sampled else ():
+            if name in self.options.without:
+                continue
+            seconds = self.bytes * 8e-9 / gigabits if gigabits else 0.0
+            is_computed = name == "dense" and seconds > LONGEST
+            self.link.gigabits, self.link.bytes = None if is_computed else gigabits, 0
+            took, _ = timed(self.device, method)
+            sent, self.link.gigabits = self.link.bytes, None
+            self._compare(name)
+            self._restore()
+            rows[name] = {"ms": round(took + (1e3 * seconds if is_computed else 0), 1), "bytes": sent}
+            if is_computed:
+                rows[name]["computed"] = True
+        self.channel_link.gigabits = gigabits
+        if is_sampled:
+            self.memory.used()
+            took, done = timed(self.device, lambda: self.memory.during(self._sync))
+        else:
+            took, done = timed(self.device, self._sync)
+        self.channel_link.gigabits = None
+        self._compare("tpde")
+        self._keep()
+        every: list[Any] = [None] * (self.options.receivers + 1)
+        distributed.all_gather_object(every, (done.milliseconds, self.memory.peak - self.before, str(self.device)))
+        if self.rank == 0 and is_sampled:
+            self._print({"extra_device_bytes": {f"rank {rank}, {one[2]}": one[1] for rank, one in enumerate(every)}}, share)
+        elif self.rank == 0 and not is_warm:
+            sent = {stage: round(one, 1) for stage, one in every[0][0].items()}
+            row = {
+                "changed": round(done.changed or 0.0, 5),
+                "gigabits": gigabits,
+                "tpde": {"ms": round(took, 1), "bytes": done.bytes},
+                **rows,
+                "blocked_ms": {"one snapshot": sent["publish"], "two snapshots": sent["blocked"]},
+                "pause_ms": round(max(one[0]["apply"] for one in every[1:]), 1),
+                "publisher_ms": sent,
+                "receiver_ms": {stage: round(max(one[0].get(stage, 0) for one in every[1:]), 1) for stage in every[1][0]},
+            }
+            self._print(row, share)
+
+    def _print(self, row: dict[str, Any], share: float) -> None:
+        options = self.options
+        ranks = f", {options.tensor_parallel} ranks per replica" if options.tensor_parallel > 1 else ""
+        how = {
+            "receivers": f"{options.receivers} bare receivers, no engine{ranks}",
+            "channel": options.channel if options.channel == "folder" else options.backend,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "favor": options.favor,
+            "target_bytes": self.bytes,
+            "changed_asked": share,
+        }
+        print(json.dumps({**how, **row}), flush=True)
+
+    def close(self) -> None:
+        """Ends the channel."""
+        if isinstance(self.channel, tpde.sync.Group):
+            while self.rank and not self.channel.is_closed:
+                self.subscriber.update()
+            self.channel.close()
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 def run(rank: int, options: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // (options.receivers + 1)))
-    device = torch.device("cuda", rank) if options.backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    how: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": options.receivers + 1}
-    distributed.init_process_group(options.backend, timeout=timedelta(minutes=10), **how)
-    ranks = Ranks(tpde.sync.TorchGroup(device=device))
-    generator = torch.Generator(device).manual_seed(0)
-    found = shapes(options.layers, options.width, options.hidden, options.vocabulary)
-    weights = {name: (torch.randn(shape, generator=generator, device=device) * 0.02).bfloat16() for name, shape in found.items()}
-    size = sum(one.nbytes for one in weights.values())
-    channel: tpde.sync.Folder
-    if options.channel == "folder":
-        channel = tpde.sync.Folder(options.path or f"{folder}/channel")
-    else:
-        channel = tpde.sync.Group(tpde.sync.TorchGroup(distributed.new_group(), device))
-    publisher: tpde.sync.Publisher | None = None
-    subscriber: tpde.sync.Subscriber | None = None
-    if rank == 0:
-        publisher = tpde.sync.Publisher(lambda: weights, channel, favor=options.favor, bucket=options.bucket, timeout=600)
-    distributed.barrier()
-    if rank:
-        load = lambda tensors: [weights[name].copy_(one) for name, one in tensors]  # noqa: E731
-        weights_map = tpde.slices.record(load, weights, weights)
-        subscriber = tpde.sync.Subscriber(weights_map, channel, f"rank{rank}", version=0)
-
-    def sync(version: int) -> tpde.sync.Sync:
-        if publisher is not None:
-            sent = publisher.publish()
-            publisher.wait()
-            return sent
-        assert subscriber is not None
-        done: list[tpde.sync.Sync] = []
-        while subscriber.version < version:
-            if subscriber.stage() or subscriber.is_owed:
-                done += subscriber.commit()
-        return done[-1]
-
-    for version, share in enumerate(options.changed, 1):
-        last = {name: one.clone() for name, one in weights.items()}
-        if rank == 0:
-            stepped(weights, share, version)
-        stepped_weights = {name: one.clone() for name, one in weights.items()} if rank == 0 else {}
-        rows = {}
-        for name, work in (("dense", lambda: dense(ranks, weights)), ("coo", lambda: coo(ranks, weights, last))):
-            took, sent = ranks.timed(work)
-            ranks.compare(weights, name)
-            rows[name] = {"ms": round(took, 1), "bytes": size if sent is None else sent}
-            if rank:
-                for one, former in last.items():
-                    weights[one].copy_(former)
-        took, done = ranks.timed(lambda version=version: sync(version))
-        ranks.compare(weights, "tpde")
-        stages: list[Any] = [None] * (options.receivers + 1)
-        distributed.all_gather_object(stages, done.milliseconds)
-        if rank == 0:
-            assert all(torch.equal(one.view(torch.int16), weights[name].view(torch.int16)) for name, one in stepped_weights.items())
-            row = {
-                "receivers": f"{options.receivers} bare receivers, no engine",
-                "channel": options.channel if options.channel == "folder" else options.backend,
-                "target_bytes": size,
-                "changed_asked": share,
-                "changed": round(done.changed or 0.0, 5),
-                "favor": done.favor,
-                "tpde": {"ms": round(took, 1), "bytes": done.bytes},
-                **rows,
-                "publisher_ms": {stage: round(one, 1) for stage, one in stages[0].items()},
-                "pause_ms": round(max(one["apply"] for one in stages[1:]), 1),
-            }
-            print(json.dumps(row), flush=True)
-    if isinstance(channel, tpde.sync.Group):
-        if rank == 0:
-            channel.close()
-        else:
-            assert subscriber is not None
-            while not channel.is_closed:
-                subscriber.update()
-            channel.close()
-    distributed.destroy_process_group()
+    """One rank."""
+    one = Run(rank, options, folder)
+    one.version(options.throttled_share, None, is_warm=True)
+    for share in options.changed:
+        one.version(share, None)
+    for gigabits in options.gigabits:
+        one.version(options.throttled_share, gigabits)
+    if options.device == "cuda":
+        one.version(options.throttled_share, None, is_sampled=True)
+    one.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--channel", choices=["folder", "group"], default="group")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: rank N on GPU N")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: a GPU per rank")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where weights are; cuda with nccl")
     parser.add_argument("--path", help="folder of the channel; it must be empty")
-    parser.add_argument("--receivers", type=int, default=1)
-    parser.add_argument("--changed", type=float, nargs="+", default=[0.002, 0.01, 0.045, 0.2, 0.4])
+    parser.add_argument("--receivers", type=int, default=1, help="ranks of all replicas")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks per replica")
+    parser.add_argument("--changed", type=float, nargs="*", default=[0.002, 0.01, 0.045, 0.2, 0.4])
+    parser.add_argument("--gigabits", type=float, nargs="*", default=[], help="speeds of a limited link, in Gb/s")
+    parser.add_argument("--throttled-share", type=float, default=0.01)
+    parser.add_argument("--without", nargs="*", default=[], help="methods to leave out: dense, coo, 'gaps + zstd'")
     parser.add_argument("--favor", choices=["speed", "ratio", "size"], default="speed")
     parser.add_argument("--bucket", type=int, default=1 << 27, help="elements per bucket")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=3584)
-    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser.add_argument("--size", choices=[*SIZES], default="small")
+    parser.add_argument("--shape", type=int, nargs=4, metavar=("LAYERS", "WIDTH", "HIDDEN", "VOCABULARY"))
+    parser.add_argument("--address", help="host and port of rank 0, for ranks that are started one by one")
+    parser.add_argument("--rank", type=int, help="with --address")
     options = parser.parse_args()
+    options.shape = options.shape or SIZES[options.size]
+    options.device = options.device or ("cuda" if options.backend == "nccl" else "cpu")
+    if options.receivers % options.tensor_parallel:
+        parser.error(f"{options.receivers} receivers: expected a multiple of {options.tensor_parallel}")
+    if (options.address is None) != (options.rank is None):
+        parser.error("expected both --address and --rank, or neither")
     if options.path and any(Path(options.path).glob("versions/*.json")):
         parser.error(f"{options.path} has versions of another run: expected an empty folder")
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (options, folder), nprocs=options.receivers + 1)
+        if options.rank is not None:
+            run(options.rank, options, folder)
+        else:
+            multiprocessing.spawn(run, (options, folder), nprocs=options.receivers + 1)
 
 
 if __name__ == "__main__":
