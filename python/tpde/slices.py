@@ -8,7 +8,7 @@ without data, and finds all of these slices. :func:`apply_` then changes the liv
     weights.check()
     tpde.slices.apply_(weights, "step100")
 
-What no map of slices can express is refused by name. See :func:`record`.
+Operations that a map of slices cannot express are refused. See :func:`record`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def record(load_weights: Loader, tensors: StrPath | State, parameters: State | n
 
     Refused, by operation, tensor, parameter and line of the loader: arithmetic, casts, expanded and concatenated tensors, advanced
     indices, transposed parameters, steps, tensors with elements of less than a byte. A refused parameter is listed in
-    ``refusals`` of the map. It can take the second way, see :class:`Kept`.
+    ``refusals`` of the map. The engine can load its module again, see :class:`Kept`.
 
     Args:
         load_weights: Called with an iterator of pairs of name and tensor.
@@ -241,8 +241,8 @@ def apply_(
 ) -> Report:
     """Turn live base weights into target weights in place, by the map of their loader.
 
-    All is checked before the first write, also what is kept. Modules of ``kept`` take the second way: their kept base becomes the
-    target, and ``reload`` loads them, module by module. Parameters and elements that the loader does not write are not changed.
+    All is checked before the first write, also what is kept. Modules of ``kept`` are not patched: their kept base becomes
+    the target, and ``reload`` loads them, module by module. Parameters and elements that the loader does not write are not changed.
 
     Args:
         weights: The map. Nothing else may read or write its parameters during the call.

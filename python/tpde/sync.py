@@ -10,10 +10,10 @@ ranks that ``torch.distributed`` or an engine's communicator connects::
     publisher.publish()  # after a step
     subscriber.update()  # between two batches
 
-Three rules hold, whichever process ends when:
+Three rules hold after any failure:
 
 - The parameters of a subscriber are those of one version, never a mixture.
-- A version is published when all subscribers have the one before. One that fails says so, and the publisher raises it.
+- A version is published only if all subscribers have the previous one. The publisher raises the error of a subscriber that fails.
 - A subscriber that comes late catches up by the pairs that it missed, or by a whole version.
 """
 
@@ -57,7 +57,7 @@ _log = logging.getLogger("tpde")
 
 @dataclass(frozen=True)
 class Sync:
-    """What became of a version, for the publisher or for a subscriber."""
+    """The outcome of a version, for the publisher or for a subscriber."""
 
     version: int
     #: Size of the pairs in bytes.
@@ -67,7 +67,7 @@ class Sync:
     favor: str
     #: Milliseconds per stage.
     milliseconds: dict[str, float] = field(default_factory=dict)
-    #: Modules that were loaded again by the engine, of a subscriber.
+    #: For a subscriber, the modules that the engine loaded again.
     reloaded: list[str] = field(default_factory=list)
 
 
@@ -99,7 +99,7 @@ class Publisher:
         dtype: As for :class:`Source`.
         favor: As for :func:`tpde.encode`.
         timeout: Seconds to wait for answers. A group waits as long as its transport does.
-        bucket: Number of elements after which a bucket ends. It is finished by whole tensors.
+        bucket: Number of elements after which a bucket ends. A bucket has whole tensors.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Publisher:
         return sync
 
     def _agreed(self, work: Callable[[], Any]) -> Any:
-        """Runs something on the rank with the channel. All ranks of the trainer return its result, or raise."""
+        """Calls a function on the rank with the channel. All ranks of the trainer return its result, or raise its error."""
         if self._channel is None:
             plan = self._source.share()
             if "error" in plan:
@@ -210,7 +210,7 @@ class Publisher:
     def _encode(
         self, target: Snapshot, version: int, layouts: dict[str, Any], record: dict[str, Any], *, whole: bool
     ) -> dict[str, Any]:
-        """Writes and sends the pairs of a version. Returns what its record says of them."""
+        """Writes and sends the pairs of a version. Returns their entries for its record."""
         rectangles = [_indices(plain) for plain in layouts.values()]
         pairs, lanes, changed = [], 0, 0
         for number, names in enumerate(self._buckets(target)):
@@ -380,7 +380,7 @@ def steps(channel: Folder, start: int, stop: int, layout: str) -> list[tuple[int
         elif has(version, "whole"):
             return [(version, True), *reversed(path)]
         else:
-            # Only a whole version behind this one helps.
+            # Only a whole version after this one helps.
             later = [at for at, _ in reversed(path) if has(at, "whole")]
             return [(later[-1], True), *((at, False) for at in range(later[-1] + 1, stop + 1))] if later else None
     return list(reversed(path))
@@ -395,7 +395,7 @@ class Subscriber:
     Args:
         weights: The map of the parameters.
         channel: Where versions come from.
-        name: A name of its own per channel: letters, digits, ``-`` and ``_``. A subscriber takes the place of a former one with its name.
+        name: A name that is unique in the channel: letters, digits, ``-`` and ``_``. A subscriber takes the place of a former one with its name.
         version: The version that the parameters hold: 0 after the engine has loaded the checkpoint of version 0; -1 if they hold none
             of the channel. They are then overwritten by the next whole version.
         kept, reload: As for :func:`tpde.slices.apply_`. What is kept must be of the same version.
