@@ -296,7 +296,7 @@ impl fmt::Display for Report {
             (
                 "table",
                 format!(
-                    "{}, {:.1} B a tensor",
+                    "{}, {:.1} B per tensor",
                     text::bytes(self.tensor_table_bytes),
                     self.tensor_table_bytes as f64 / tensors.max(1) as f64
                 ),

@@ -35,8 +35,8 @@ use tracing::Level;
 
 /// Lossless differences between neural-network checkpoints.
 ///
-/// A pair of files, NAME.tpde-index and NAME.tpde-blob, holds what turns a base checkpoint into a target, bit for bit.
-/// Checkpoints are .safetensors files, or folders of them.
+/// A pair of files, NAME.tpde-index and NAME.tpde-blob, turns a base checkpoint into a target, bit for bit. Checkpoints are
+/// .safetensors files, or folders of them.
 ///
 /// Exit codes: 0 done; 1 the data is wrong (damaged, wrong base, already applied, not a checkpoint, above a limit, not writable,
 /// not mergeable); 2 the arguments are wrong; 3 a system error (files, disk, an input that changed); 4 no such device. A signal
