@@ -180,6 +180,47 @@ def save_ours():
         save_conditioned("ours_" + name, plain, blob)
 
 
+def manifests():
+    """Manifests of a store. Names, and what must agree with them, are those of fuzz_targets/manifests.rs."""
+
+    def stored(*sizes):
+        return {"bytes": sum(sizes), "segments": [{"digest": f"{size:064x}", "bytes": size} for size in sizes]}
+
+    def at(branch, number):
+        return {"branch": branch, "number": number, "id": f"{number:032x}"}
+
+    pair = {"digest": "ab" * 32, "index": stored(600), "blob": stored(64, 4096)}
+    files = [{"name": "1_Pooling/config.json", "content": stored(7)}, {"name": "empty.txt", "content": stored()}]
+    contents = [{"whole": pair}, {"difference": pair}, {"external": {"hint": "hub/base"}}, "same", "deleted"]
+    for i, content in enumerate(contents):
+        version = {
+            "schema": "tpde.store.version/1",
+            **at("main", i + 1),
+            "parent": at("main", i) if i else None,
+            "state": "cd" * 32,
+            "tensors": 2,
+            "tensor_bytes": 4096,
+            "content": content,
+            "files": [] if content == "deleted" else files,
+            "created": 1_700_000_000,
+            "metadata": {"step": "20"},
+        }
+        save("manifests", f"version_{i}", json.dumps(version).encode())
+    shortcut = {"schema": "tpde.store.shortcut/1", "from": at("main", 1), "to": at("side", 9), "pair": pair, "created": 0}
+    save("manifests", "shortcut", json.dumps(shortcut).encode())
+    store = {"schema": "tpde.store/1", "grace": 86400, "anchor_every": 100, "anchor_percent": 100}
+    save("manifests", "store", json.dumps(store).encode())
+    for i, name in enumerate(
+        (
+            "main@3",
+            "branches/main/0000000003.json",
+            "branches/main/0000000003.pruned",
+            "shortcuts/side/0000000009/main@1.json",
+        )
+    ):
+        save("manifests", f"name_{i}", name.encode())
+
+
 def main():
     shutil.rmtree(SEEDS, ignore_errors=True)
     for folder, vector in [(f, v) for f in VECTORS for v in json.loads((f / "manifest.json").read_text())["vectors"]]:
@@ -226,6 +267,7 @@ def main():
                     save("decode_zstd", chunk + "_frame", head + struct.pack("<H", record.uncompressed_size) + payload)
     save_ours()
     shaped()
+    manifests()
     for i, classes in enumerate([[[4096]], [flat(180, 20)], [flat(16, 100)] * 15, [[0] * 179 + [4096], [4000, 96]]]):
         for repair in range(2):
             save("conditioned_tables", f"set_{i}_{repair}", bytes([repair]) + table_set(classes))

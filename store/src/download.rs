@@ -113,16 +113,22 @@ impl Cache<'_> {
         self.open(pair)
     }
 
-    /// A pair with the payloads of tensors that `is_wanted` names. Other payloads are zeros, and reading them is an error. Returns
-    /// the names of the base tensors of the wanted tensors too.
+    /// A pair with the payloads of tensors that `is_wanted` names. Other payloads are zeros, and reading them is an error. Payloads
+    /// that an earlier call has read are not read again. Returns the names of the base tensors of the wanted tensors too.
     pub fn partial(&self, pair: &StoredPair, is_wanted: &dyn Fn(&str) -> bool) -> Result<(Pair<FileSource>, Vec<String>)> {
         let index = self.index(pair)?;
-        let mut ranges = Vec::from([HEADER]);
+        let held = self.held(pair);
+        let mut scratch = Vec::new();
+        let mut ranges: Vec<_> = held.is_none().then_some(HEADER).into_iter().collect();
         let mut bases = Vec::new();
         for tensor in index.tensors().filter(|tensor| is_wanted(tensor.name)) {
-            for chunk in tensor.chunks().map(|chunk| index.chunk(chunk)).filter(|chunk| chunk.compressed_size > 0) {
-                let end = chunk.blob_offset + u64::from(chunk.compressed_size).next_multiple_of(16);
-                ranges.push(chunk.blob_offset..end);
+            for (number, chunk) in tensor.chunks().map(|number| (number, index.chunk(number))) {
+                // Compares CRC-32 and digest.
+                let mut is_held = || held.as_ref().is_some_and(|held| held.payload(number, &mut scratch).is_ok());
+                if chunk.compressed_size > 0 && !is_held() {
+                    let end = chunk.blob_offset + u64::from(chunk.compressed_size).next_multiple_of(16);
+                    ranges.push(chunk.blob_offset..end);
+                }
             }
             if tensor.base_kind != BaseKind::None {
                 bases.push(tensor.base_name.to_owned());
@@ -130,6 +136,13 @@ impl Cache<'_> {
         }
         self.ranges(&pair.blob, &ranges, &self.stem(pair).with_extension("tpde-blob"))?;
         Ok((self.open(pair)?, bases))
+    }
+
+    /// The pair, if an earlier call has read its blob or ranges of it.
+    fn held(&self, pair: &StoredPair) -> Option<Pair<FileSource>> {
+        let blob = self.stem(pair).with_extension("tpde-blob");
+        let is_here = blob.metadata().is_ok_and(|blob| blob.len() == pair.blob.bytes);
+        if is_here { self.open(pair).ok() } else { None }
     }
 
     /// Writes ranges of a stored file to `path`. Payloads are compared with their digests when they are decoded.

@@ -165,7 +165,7 @@ fn key(entries: &[(&str, &str)]) -> Markup {
 fn stored(branch: &Branch, i: usize) -> Markup {
     let id = format!("stored-{i}");
     let pairs = branch.versions.iter().flat_map(|version| version.own.iter().chain(&version.shortcuts));
-    let scale = Scale::new(pairs.map(|pair| pair.bytes));
+    let scale = &Scale::new(pairs.map(|pair| pair.bytes));
     let of_column = |column: &Column<'_>| {
         let mut items = Vec::new();
         let name = column.name();
@@ -185,7 +185,10 @@ fn stored(branch: &Branch, i: usize) -> Markup {
     html! {
         section {
             h3 id=(id) { "Stored bytes of " (branch.name) }
-            p { "Size of the pair of each version, on a logarithmic scale. Versions that other checkpoints stand for have none." }
+            p {
+                "Size of the pair of each version, on a logarithmic scale. The largest pair has " (text::bytes(scale.most as u64)) ". "
+                "External versions have no pair."
+            }
             (bars(branch, &id, of_column))
             (key(&[("value", "difference"), ("down", "anchor: whole"), ("mark", "shortcut")]))
         }
@@ -207,7 +210,7 @@ fn changed(branch: &Branch, i: usize) -> Markup {
             items.push((value, "value", format!("{}: {} changed{from}", column.name(), percent(share))));
         }
         if column.versions.iter().any(Version::is_anchor) {
-            items.push((0.0, "mark", format!("{}: anchor", column.name())));
+            items.push((0.04, "mark", format!("{}: anchor", column.name())));
         }
         items
     };
@@ -233,7 +236,7 @@ fn to_read(branch: &Branch, i: usize) -> Markup {
     html! {
         section {
             h3 id=(id) { "Bytes to read for " (branch.name) }
-            p { "What a reader reads who has no version yet. The highest bar is " (text::bytes(most)) "." }
+            p { "Size of the pairs that a reader without any version reads. The highest bar is " (text::bytes(most)) "." }
             (bars(branch, &id, of_column))
         }
     }

@@ -260,6 +260,20 @@ fn a_pruned_branch_keeps_every_nth_version_and_gc_removes_the_others() {
     assert!(matches!(store.version("main@1"), Err(Error::NoVersion { .. })));
 }
 
+/// Every version of `main` that can be named comes back: its digests are compared, and one of the versions byte for byte.
+fn is_sound(store: &Store, weights: &[Weights], seed: u64) {
+    let report = store.verify(None, true).unwrap();
+    assert!(report.faults.is_empty(), "{report:?}");
+    let numbers = numbers(store, "main");
+    let number = numbers[seed as usize % numbers.len()];
+    check(store, &format!("main@{number}"), &weights[number as usize], &GetOptions::default());
+}
+
+/// Lost answers differ from lost requests only in what was written: a third of them will do.
+fn died_late(fault: fn(u64) -> Fault, request: u64) -> bool {
+    fault(0) == Fault::DeadFrom(0) || request.is_multiple_of(3)
+}
+
 #[test]
 fn a_prune_that_dies_at_any_request_leaves_a_store_for_the_next_one() {
     let place = Place::new();
@@ -272,7 +286,8 @@ fn a_prune_that_dies_at_any_request_leaves_a_store_for_the_next_one() {
     for fault in [Fault::DeadFrom as fn(u64) -> Fault, Fault::LostAt] {
         let mut died = 0;
         // Requests before the first that writes are reads, and all look the same: some of them will do.
-        for request in (0..).filter(|request| *request > 24 || request % 6 == 0) {
+        let is_sampled = |request: &u64| if *request > 24 { died_late(fault, *request) } else { request % 8 == 0 };
+        for request in (0..).filter(is_sampled) {
             let memory = Arc::new(whole.fork());
             let faulty = Faulty::new(&memory, fault(request));
             let outcome =
@@ -288,23 +303,18 @@ fn a_prune_that_dies_at_any_request_leaves_a_store_for_the_next_one() {
             if request % 2 == 0 {
                 later(&memory).gc().unwrap();
             }
-            for number in numbers(&store, "main") {
-                check(&store, &format!("main@{number}"), &weights[number as usize], &GetOptions::default());
-            }
+            is_sound(&store, &weights, request);
             // A writer goes on, and so does the next prune.
             store.put(place.file(&weights[8]), &PutOptions::default().have("main@7", versions_file(&place, &weights[7]))).unwrap();
             store.prune("main", 3, &FoldOptions::default()).unwrap();
             assert_eq!(numbers(&store, "main"), [0, 3, 4, 6, 8]);
             let collected = later(&memory).gc().unwrap();
             assert_eq!(collected.young, 0);
-            for number in [0, 3, 4, 6, 8] {
-                check(&store, &format!("main@{number}"), &weights[number as usize], &GetOptions::default());
-            }
-            check(&store, "side", &weights[8], &GetOptions::default());
+            is_sound(&store, &weights, request);
             // Index and blob of version 8 take the place of those of version 7.
             assert!(collected.used.abs_diff(expected) <= 1, "{} objects instead of {expected}", collected.used);
         }
-        assert!(died > 20, "{died} requests");
+        assert!(died > 12, "{died} requests");
     }
 }
 
@@ -364,7 +374,7 @@ type Expected = std::collections::BTreeMap<String, std::collections::BTreeMap<u6
 
 #[test]
 fn any_order_of_calls_leaves_every_version_as_it_was() {
-    for seed in 0..6 {
+    for seed in 0..if std::env::var_os("TPDE_LONG").is_some() { 40 } else { 2 } {
         let (place, memory) = (Place::new(), Arc::new(InMemory::new()));
         init(&memory, &StoreOptions::default().anchor_every(7).anchor_percent(0));
         let (mut random, mut expected, mut weights) = (Random(seed), Expected::new(), Weights::new(seed));

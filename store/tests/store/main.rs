@@ -378,6 +378,27 @@ fn a_selection_of_tensors_reads_only_their_chunks() {
         bytes
     };
     assert_eq!(tensor("whole.safetensors"), tensor("some.safetensors"));
+    // What a folder for pairs has, from a call for another tensor or from one that was interrupted, is not read again.
+    let read_into = |name: &'static str, fault: Fault| {
+        let faulty = Faulty::new(&memory, fault);
+        let is_wanted = move |tensor: &str| tensor == name;
+        let options = GetOptions::default().tensors(&is_wanted).cache(place.at("kept"));
+        let _ = fs::remove_file(place.at("of-kept"));
+        let outcome = internals::open(faulty.clone(), 1 << 20).and_then(|store| store.get("main@3", place.at("of-kept"), &options));
+        (outcome.is_ok(), faulty.object_bytes.load(SeqCst), faulty.requests.load(SeqCst))
+    };
+    let (_, all, requests) = read_into(NAMES[2], Fault::None);
+    fs::remove_dir_all(place.at("kept")).unwrap();
+    let mut sums = Vec::new();
+    for request in 0..requests {
+        assert!(!read_into(NAMES[2], Fault::DeadFrom(request)).0);
+        let (_, rest, _) = read_into(NAMES[2], Fault::None);
+        assert!(rest <= all, "{rest} of {all} bytes");
+        sums.push(rest);
+        assert_eq!(read_into(NAMES[2], Fault::None).1, 0, "all is here");
+        fs::remove_dir_all(place.at("kept")).unwrap();
+    }
+    assert!(sums.iter().any(|rest| *rest < all / 2), "an interrupted call saves little: {sums:?} of {all} bytes");
     let error = store.get("main", place.at("none"), &GetOptions::default().tensors(&|_| false)).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
 }
