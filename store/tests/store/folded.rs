@@ -286,7 +286,7 @@ fn a_prune_that_dies_at_any_request_leaves_a_store_for_the_next_one() {
     for fault in [Fault::DeadFrom as fn(u64) -> Fault, Fault::LostAt] {
         let mut died = 0;
         // Requests before the first that writes are reads, and all look the same: some of them will do.
-        let is_sampled = |request: &u64| if *request > 24 { died_late(fault, *request) } else { request % 8 == 0 };
+        let is_sampled = |request: &u64| if *request > 24 { died_late(fault, *request) } else { request.is_multiple_of(8) };
         for request in (0..).filter(is_sampled) {
             let memory = Arc::new(whole.fork());
             let faulty = Faulty::new(&memory, fault(request));
