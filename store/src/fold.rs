@@ -20,12 +20,12 @@ use tpde::{Chain, Encode, EncodeOptions, Watch};
 #[non_exhaustive]
 pub struct FoldOptions<'a> {
     /// Checkpoints that the caller has: versions, and where they are. An external version must be here if a fold begins at it or
-    /// behind it.
+    /// after it.
     pub have: Vec<(String, PathBuf)>,
     /// Options of the encoder.
     pub encode: EncodeOptions,
-    /// Is told how many bytes of tensors are encoded; the total is the size of all tensors of the versions that shortcuts are made
-    /// to. It can stop the call, also between two objects of the store: the error is the one that it returns.
+    /// Receives the number of encoded bytes of tensors; the total is the size of all tensors of the versions that get shortcuts.
+    /// It can stop the call, also between two objects of the store. The call then returns its error.
     pub watch: Option<&'a dyn Watch>,
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn prune(prefix: &Prefix, branch: &str, keep_every: u64, options: &Fo
     let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
     let mut made = HashSet::new();
     loop {
-        // Folding may take long, and other writers go on meanwhile. Versions are marked by what the store is like now.
+        // Folding may take long, while other writers continue. So the versions to mark are chosen from the state after it.
         let begin = Instant::now();
         let mut catalog = Catalog::new(&prefix.remote);
         let plan = Plan::new(&mut catalog, branch, keep_every, &made)?;
@@ -145,7 +145,7 @@ pub(crate) fn prune(prefix: &Prefix, branch: &str, keep_every: u64, options: &Fo
         }
         let have = resolve(&mut catalog, &options.have)?;
         for fold in &plan.folds {
-            // With what was made so far, so that a base is reached past the versions that are cut.
+            // With the shortcuts made so far, so that bases can be reached without the versions that are pruned.
             let shortcut = fold.write(prefix, &mut Catalog::new(&prefix.remote), &cache, &have, options)?;
             report.shortcuts += 1;
             report.shortcut_bytes += shortcut.pair.bytes();

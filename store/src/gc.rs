@@ -70,7 +70,7 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
             }
         }
         stay.extend(branch.versions().map(|version| (version.reference(), version.clone())));
-        // Whether a number before the deletion was pruned is of no interest any more.
+        // Marks of versions before the deletion have no effect any more.
         for number in branch.pruned().range(..branch.deletion().unwrap_or(0)) {
             if !stay.keys().any(|at| at.branch == *name && at.number == *number) {
                 remote.delete(&names::mark(name, *number))?;
@@ -88,7 +88,7 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
         }
     }
     for version in stay.values() {
-        // A difference whose base is gone is of no use: a shortcut has replaced it.
+        // A difference without its base cannot be used: a shortcut has replaced it.
         let is_of_use = match (&version.content, &version.parent) {
             (Content::Difference(_), Some(parent)) => stay.contains_key(parent),
             _ => true,

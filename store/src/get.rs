@@ -23,8 +23,8 @@ pub struct GetOptions<'a> {
     /// Folder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
     /// removed when the output is complete and used again after an interruption.
     pub cache: Option<PathBuf>,
-    /// Is told how many bytes of tensors are rebuilt; the total is the size of all tensors, or of the selected ones. It can stop
-    /// the call, also between two objects of the store: the error is the one that it returns.
+    /// Receives the number of rebuilt bytes of tensors; the total is the size of all tensors, or of the selected ones. It can
+    /// stop the call, also between two objects of the store. The call then returns its error.
     pub watch: Option<&'a dyn Watch>,
 }
 

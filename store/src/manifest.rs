@@ -1,4 +1,4 @@
-//! Manifests: what a store says about its versions. All that is read here may come from strangers.
+//! Manifests, which describe the versions of a store. Their bytes may be hostile.
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ pub(crate) const MAX_MANIFEST: u64 = 64 << 20;
 /// Maximum size of a segment in bytes.
 pub(crate) const MAX_SEGMENT: u64 = 1 << 30;
 
-/// What a store states about itself, in `store.json`.
+/// The content of `store.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct StoreManifest {
@@ -41,7 +41,7 @@ pub struct Version {
     pub branch: String,
     /// Number within the branch.
     pub number: u64,
-    /// 32 random hexadecimal digits. They tell apart versions of one number of a branch that was deleted and created again.
+    /// 32 random hexadecimal digits. They distinguish versions with one number of a branch that was deleted and created again.
     pub id: String,
     /// The version before.
     pub parent: Option<Reference>,

@@ -82,7 +82,7 @@ pub(crate) fn check_branch(name: &str) -> Result<(), String> {
     ))
 }
 
-/// A file is below its folder, whatever system reads the path.
+/// A file is below its folder, on every system that reads the path.
 pub(crate) fn check_file(name: &str) -> Result<(), String> {
     let is_bad = |part: &str| {
         let is_bad_char = |c: char| c.is_control() || "\\:".contains(c);

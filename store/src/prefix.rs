@@ -1,4 +1,4 @@
-//! What all calls of a store share: the prefix, its rules, and the creation of manifests.
+//! State and functions that all calls of a store share: the prefix, its rules, and the creation of manifests.
 
 use crate::catalog::Catalog;
 use crate::digest::Digest;
@@ -36,7 +36,7 @@ impl Prefix {
         }
         let object = names::manifest(&version.branch, version.number);
         let bytes = json(version)?;
-        // What this crate writes, it must be able to read.
+        // This crate must be able to read what it writes.
         Version::parse(&bytes, &object, &version.branch, version.number)?;
         match self.remote.create(&object, bytes)? {
             true => Ok(()),

@@ -15,7 +15,7 @@ use tpde::TensorReport;
 pub struct VersionReport {
     /// The version.
     pub version: Version,
-    /// The pairs that lead to it: its own if it is of use, and those of shortcuts.
+    /// The pairs that lead to it: its own if its base is still stored, and those of shortcuts.
     pub pairs: Vec<PairReport>,
     /// Number and bytes of the pairs that a reader without any version reads, and without the checkpoint of an external version.
     pub to_read: (u64, u64),

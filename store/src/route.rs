@@ -46,10 +46,10 @@ enum Place {
     Nothing(Reference),
 }
 
-/// The pairs behind a place: bytes, and objects to read.
+/// Cost of the pairs from a place on: bytes, and objects to read.
 type Cost = (u64, usize);
 
-/// The cheapest way to a version: that of the fewest bytes, and of those that of the fewest objects. Versions that were pruned, or
+/// The cheapest way to a version: the fewest bytes, then the fewest objects. Versions that were pruned, or
 /// whose branch was deleted, are used only if there is no other way, because `gc` may be removing them.
 ///
 /// # Errors

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 /// Calls block. They may come from any thread, also from one of another tokio runtime.
 pub struct Store(pub(crate) Prefix);
 
-/// What [`Store::init`] writes down for all later writers.
+/// Rules of a store, which [`Store::init`] stores for all writers.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StoreOptions {
