@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,17 +179,11 @@ def environment(ranks: int, *, plain: bool, folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def memory(engine: Engine, trainer: Any, folder: Path) -> dict[str, Any]:
-    """Peak memory and time of an update, and of a reload of the same version from disk."""
-    rows = {}
-    for name in ("tpde", "reload from disk"):
-        peak, begin = Peak(), time.perf_counter()
-        if name == "tpde":
-            trainer.send_weights()
-        else:
-            engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        rows[name] = {"seconds": round(time.perf_counter() - begin, 3), "peak_extra_bytes": peak.end()}
-    return rows
+def measured(work: Callable[[], Any]) -> dict[str, Any]:
+    """Peak memory and time."""
+    peak, begin = Peak(), time.perf_counter()
+    work()
+    return {"seconds": round(time.perf_counter() - begin, 3), "peak_extra_bytes": peak.end()}
 
 
 def compare(model: str, ranks: int, *, plain: bool) -> None:
@@ -221,17 +216,18 @@ def compare(model: str, ranks: int, *, plain: bool) -> None:
         row: dict[str, Any] = {"model": model, "ranks": ranks, "linear layers": "plain" if plain else "as vLLM has them"}
         for version in targets:
             source.tensors = version
-            if model == "large" and version is targets[-1]:
-                row["bytes"] = sum(one.nbytes for one in base.values())
-                row |= memory(engine, trainer, target)
-            else:
-                trainer.send_weights()
+            row["update"] = measured(trainer.send_weights)
         found = engine.answers()
         modules = engine.llm.collective_rpc(_modules)
         row |= {"parameters": len(found[0]), "patched_modules": len(modules[0][0]), "loaded_again": len(modules[0][1])}
         row["kinds_loaded_again"] = sorted({one.rpartition(".")[2] for one in modules[0][1]})
         row["checksums equal"] = found[0] == expected[0]
         row["tokens and log probabilities equal"] = found[1] == expected[1]
+        if model == "large":
+            row["bytes"] = sum(one.nbytes for one in base.values())
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+            row["reload from disk"] = measured(lambda: engine.llm.collective_rpc(**reload))
+            row["equal after it"] = engine.answers() == expected
         print(json.dumps(row), flush=True)
         assert row["checksums equal"], sorted(name for name in expected[0] if found[0].get(name) != expected[0][name])
         assert row["tokens and log probabilities equal"]

@@ -40,10 +40,9 @@ from ._group import Group
 from ._kept import Kept
 from ._merge import merge_expected
 from ._paths import digest_of, inspect
-from ._slices import device_of_slices
 from ._source import Snapshot, Source
 from .slices import Loader, Map, apply_, check
-from .torch import DevicePair, Encoder, save_file
+from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,7 +123,6 @@ class Publisher:
         versions = self._source.share(channel.versions() if channel is not None else None)
         #: The weights of the last version; ``None`` if they are not known.
         self._last: Snapshot | None = None
-        self._last_record: dict[str, Any] | None = None
         if not versions:
             self._last = self._source.snapshot()
             if channel is not None:
@@ -171,7 +169,7 @@ class Publisher:
         clock.end("check")
         if self._channel is not None:
             self._channel.commit(version, record)
-        self.version, self._last, self._last_record = version, target, record["difference"]
+        self.version, self._last = version, target
         clock.end("commit")
         sync = Sync(version, record["bytes"], record["changed"], record["favor"], clock.milliseconds)
         _log.info("published %s", sync)
@@ -215,8 +213,7 @@ class Publisher:
         pairs, lanes, changed = [], 0, 0
         for number, names in enumerate(self._buckets(target)):
             name = f"{version:08}-{'whole-' if whole else ''}{self._session}-{number}"
-            former = None if whole else self._former(number, list(layouts))
-            report = self._bucket_pair(name, target, names, rectangles, former, whole=whole)
+            report = self._bucket_pair(name, target, names, rectangles, whole=whole)
             if self._channel is None:
                 continue
             record["bytes"] += report.stored_bytes
@@ -241,17 +238,7 @@ class Publisher:
         if names:
             yield names
 
-    def _former(self, number: int, layouts: list[str]) -> Path | None:
-        """The last version's pair of the same tensors in the same parts. A device takes digests of the base from it."""
-        stored, channel = self._last_record, self._channel
-        if channel is None or self._source.device.type == "cpu" or stored is None or stored["layouts"] != layouts:
-            return None
-        path = channel.pair(stored["pairs"][number]["pair"])
-        return path if path.with_name(path.name + ".tpde-index").exists() else None
-
-    def _bucket_pair(
-        self, name: str, target: Snapshot, names: list[str], rectangles: Any, former: Path | None, *, whole: bool
-    ) -> Any:
+    def _bucket_pair(self, name: str, target: Snapshot, names: list[str], rectangles: Any, *, whole: bool) -> Any:
         """Writes a pair of some tensors. All ranks encode what they hold, and the first one merges it. Returns a report."""
         slices = target.slices(names, rectangles)
         base = None if whole or self._last is None else self._last.of(slices)
@@ -259,8 +246,7 @@ class Publisher:
             assert self._channel is not None
             path = self._channel.pair(name)
             # An attempt that failed may have left the pair behind. No record names it yet.
-            digests: dict[str, Any] = {} if former is None else {"base_pair": former}
-            self._save(slices, path, base=base, favor=self._favor, replace=True, **digests)
+            self._save(slices, path, base=base, favor=self._favor, replace=True)
             return inspect(path)
         with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
             own = Path(folder) / "own"
@@ -481,7 +467,7 @@ class Subscriber:
             for one in self._stored(version, whole=whole)["pairs"]:
                 check(self._weights, self._channel.pair(one["pair"]), kept=self._kept, expect=one["digest"])
         for version, whole in self._staged if check_folder else ():
-            self._checker.make_ready(version, self._stored(version, whole=whole)["pairs"])
+            self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
 
     def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
         stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
@@ -501,7 +487,7 @@ class Subscriber:
         clock, answer = _Clock(), {"error": None, "digests": _digests(stored)}
         clock.milliseconds.update(self._checker.milliseconds(version))
         try:
-            pair, expect = self._checker.ready(version, stored["pairs"])
+            pair, expect = self._checker.merge(version, stored["pairs"])
             clock.end("merge")
             report = apply_(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect)
         except BaseException as error:
@@ -525,11 +511,9 @@ class _Checker:
         self._weights, self._channel, self._kept = weights, channel, kept
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[float]] = []
-        self._received: list[str] = []
         self._failure: Exception | None = None
         self._version, self._checked = -1, (-1, 0.0)
         self._merged: dict[tuple[str, ...], tuple[Path, str]] = {}
-        self._ready: dict[str, DevicePair] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self, version: int) -> None:
@@ -542,7 +526,6 @@ class _Checker:
         """Checks a pair, unless it is the difference from a version that the parameters do not hold."""
         assert self._thread is not None
         if "-whole-" in name or int(name.partition("-")[0]) == self._version + 1:
-            self._received.append(name)
             self._pending.append(self._thread.submit(self._check, name))
 
     def _check(self, name: str) -> float:
@@ -559,15 +542,6 @@ class _Checker:
                 total += one.result()
             except Exception as error:
                 self._failure = self._failure or error
-        received, self._received = self._received, []
-        own = [name for name in received if ("-whole-" in name) == (version != self._version + 1)]
-        try:
-            if own and self._failure is None:
-                # Before the commit, which engines wait for.
-                digests = [inspect(self._channel.pair(name)).pair_digest for name in own]
-                self.make_ready(version, [{"pair": name, "digest": digest} for name, digest in zip(own, digests)])
-        except Exception as error:
-            self._failure = error
         self._checked = version, total
         return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
@@ -576,8 +550,6 @@ class _Checker:
         for one in self._pending:
             one.cancel()
         self._pending.clear()
-        self._received.clear()
-        self.forget()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -601,22 +573,9 @@ class _Checker:
             self._merged[digests] = path, inspect(path).pair_digest
         return self._merged[digests]
 
-    def make_ready(self, version: int, stored: list[dict[str, str]]) -> None:
-        """Merges the pairs of a version, and reads them to pinned memory if the parameters are on a device."""
-        path, digest = self.merge(version, stored)
-        device = device_of_slices(self._weights.slices(without=self._kept.modules if self._kept is not None else []))
-        if device is not None and digest not in self._ready:
-            self._ready[digest] = DevicePair(path, device, expect=digest)
-
-    def ready(self, version: int, stored: list[dict[str, str]]) -> tuple[Path | DevicePair, str]:
-        """The pair of a version, and the digest that it must have."""
-        path, digest = self.merge(version, stored)
-        return self._ready.pop(digest, path), digest
-
     def forget(self) -> None:
         """Deletes merged pairs."""
         self._merged.clear()
-        self._ready.clear()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
