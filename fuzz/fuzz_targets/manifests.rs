@@ -71,7 +71,7 @@ fn check_version(version: &Version, object: &str) {
     version.files.iter().for_each(|file| check_below(&file.name));
     assert!(version.files.is_sorted_by(|a, b| a.name < b.name));
     let total: u64 = version.file_segments().map(|segment| segment.bytes).sum();
-    assert_eq!(total, version.files.iter().map(|file| file.content.bytes).sum());
+    assert_eq!(total, version.files.iter().map(|file| file.content.bytes).sum::<u64>());
 }
 
 fn check_reference(reference: &Reference) {

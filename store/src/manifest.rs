@@ -257,7 +257,7 @@ impl Version {
         if (self.branch.as_str(), self.number) != (branch, number) {
             return Err(format!("expected the manifest of {branch}@{number}, found that of {}", self.name()));
         }
-        check_id(&self.id)?;
+        self.reference().check()?;
         if let Some(parent) = &self.parent {
             parent.check().map_err(|reason| format!("parent: {reason}"))?;
             if parent.branch == branch && parent.number >= number {
