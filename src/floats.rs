@@ -131,6 +131,20 @@ const fn cast(lane: u32, from: Format, to: Format) -> u32 {
     round(sign, n, q, to)
 }
 
+/// [`cast`] from F32 to BF16. It needs no shift by a computed distance, so loops over it are vectorized.
+#[inline(always)]
+const fn f32_to_bf16(lane: u32) -> u32 {
+    // Adds half a unit in the last place, less one unless the unit is odd. A carry out of the mantissa raises the exponent.
+    let rounded = lane.wrapping_add(0x7FFF + (lane >> 16 & 1)) >> 16;
+    if F32.is_nan(lane) { lane >> 16 | 1 << (BF16.mantissa_bits - 1) } else { rounded }
+}
+
+/// [`cast`] from BF16 to F32, as [`f32_to_bf16`].
+#[inline(always)]
+const fn bf16_to_f32(lane: u32) -> u32 {
+    lane << 16 | (BF16.is_nan(lane) as u32) << (F32.mantissa_bits - 1)
+}
+
 /// Multiplies a lane of F8_E4M3 by a lane of F32, rounded to F32 once. Every NaN is `7FC00000`.
 #[inline(always)]
 const fn product(lane: u8, scale: u32) -> u32 {
@@ -168,10 +182,10 @@ const fn low(lane: u32) -> [u8; 2] {
 /// convert between them. `out` has as many lanes as `lanes`.
 pub fn cast_lanes(from: Dtype, to: Dtype, lanes: &[u8], out: &mut [u8]) -> bool {
     match (from, to) {
-        (Dtype::F32, Dtype::Bf16) => vectorized(|| each(lanes, out, |u| low(cast(u32::from_le_bytes(u), F32, BF16)))),
+        (Dtype::F32, Dtype::Bf16) => vectorized(|| each(lanes, out, |u| low(f32_to_bf16(u32::from_le_bytes(u))))),
         (Dtype::F32, Dtype::F16) => vectorized(|| each(lanes, out, |u| low(cast(u32::from_le_bytes(u), F32, F16)))),
         (Dtype::Bf16, Dtype::F32) => {
-            vectorized(|| each(lanes, out, |u| cast(u16::from_le_bytes(u).into(), BF16, F32).to_le_bytes()));
+            vectorized(|| each(lanes, out, |u| bf16_to_f32(u16::from_le_bytes(u).into()).to_le_bytes()));
         }
         (Dtype::F16, Dtype::F32) => {
             vectorized(|| each(lanes, out, |u| cast(u16::from_le_bytes(u).into(), F16, F32).to_le_bytes()));
@@ -189,7 +203,7 @@ pub fn cast_lanes(from: Dtype, to: Dtype, lanes: &[u8], out: &mut [u8]) -> bool 
 /// stores nothing, if `to` is not BF16, F16 or F32. `out` has as many lanes as `lanes`.
 pub fn scale_lanes(lanes: &[u8], scale: u32, to: Dtype, out: &mut [u8]) -> bool {
     match to {
-        Dtype::Bf16 => vectorized(|| each(lanes, out, |[u]| low(cast(product(u, scale), F32, BF16)))),
+        Dtype::Bf16 => vectorized(|| each(lanes, out, |[u]| low(f32_to_bf16(product(u, scale))))),
         Dtype::F16 => vectorized(|| each(lanes, out, |[u]| low(cast(product(u, scale), F32, F16)))),
         Dtype::F32 => vectorized(|| each(lanes, out, |[u]| product(u, scale).to_le_bytes())),
         _ => return false,
@@ -204,4 +218,22 @@ pub fn scale_nibbles(block: &[u8], scale: u8, out: &mut [u8]) {
         let ([a, b], [c, d]) = (values[usize::from(byte & 15)], values[usize::from(byte >> 4)]);
         [a, b, c, d]
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every upper half, with the lower halves at and next to a tie, and some others.
+    #[test]
+    fn casts_without_shifts_are_those_of_the_specification() {
+        for upper in 0..=u16::MAX {
+            let bf16 = u32::from(upper);
+            assert_eq!(bf16_to_f32(bf16), cast(bf16, BF16, F32), "{bf16:04X}");
+            for lower in [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xEDCB, 0xFFFF] {
+                let lane = bf16 << 16 | lower;
+                assert_eq!(f32_to_bf16(lane), cast(lane, F32, BF16), "{lane:08X}");
+            }
+        }
+    }
 }

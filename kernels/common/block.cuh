@@ -1,19 +1,31 @@
 // The chunk that a block decodes, and operations in which all threads of the block take part.
 #pragma once
 #include "common/device.cuh"
+#ifdef TPDE_DERIVED
+#define TPDE_STRIDED
+#include "common/formed.cuh"
+#endif
 #include "common/rows.cuh"
 #include "common/sums.cuh"
 
 #define WARP 32
 #define ALL_LANES 0xFFFFFFFFu
 
-// Kernels are compiled twice: for tensors without gaps, and with TPDE_STRIDED for tensors in rows with gaps between them.
-#ifdef TPDE_STRIDED
+// Kernels are compiled for tensors without gaps, with TPDE_STRIDED for tensors in rows with gaps between them, and with
+// TPDE_DERIVED for tensors whose base lanes are formed, with or without gaps, out of place.
+#ifdef TPDE_DERIVED
+#define TPDE_ENTRY(name) name##_derived
+#define TPDE_TENSOR_CODEC(codec) (codec | TPDE_DERIVED_TENSOR)
+#define FORMS_BASE true
+#elif defined TPDE_STRIDED
 #define TPDE_ENTRY(name) name##_strided
 #define TPDE_TENSOR_CODEC(codec) (codec | TPDE_STRIDED_TENSOR)
 #else
 #define TPDE_ENTRY(name) name
 #define TPDE_TENSOR_CODEC(codec) codec
+#endif
+#ifndef FORMS_BASE
+#define FORMS_BASE false
 #endif
 
 // The bytes of a chunk in base or output.
@@ -31,9 +43,16 @@ struct Bytes {
 };
 #endif
 
+#if FORMS_BASE
+typedef FormedLanes BaseLanes;
+#else
+typedef Bytes BaseLanes;
+#endif
+
 // A chunk and its part of the tensor. Positions and sizes within a chunk fit in 32 bits.
 struct Chunk {
-    Bytes base, output;
+    BaseLanes base;
+    Bytes output;
     const u8* payload; // address is a multiple of 16
     u32 lanes;
     u32 base_lanes; // number of base lanes; lanes from this index on count as zero
@@ -61,7 +80,12 @@ __device__ __forceinline__ bool chunk_of_block(const Launch& launch, u16 codec, 
 #ifdef TPDE_STRIDED
     TensorRows rows = ((const TensorRows*)launch.rows)[((const u32*)launch.chunk_tensors)[chunk.number]];
     u64 offset = first << tensor.lane_log2;
+#if FORMS_BASE
+    TensorForm form = ((const TensorForm*)launch.forms)[((const u32*)launch.chunk_tensors)[chunk.number]];
+    chunk.base.open(tensor, rows, form, first, chunk.lanes);
+#else
     chunk.base.open(tensor.base, rows.base_row, rows.base_pitch, offset, chunk.lanes << tensor.lane_log2);
+#endif
     chunk.output.open(tensor.output, rows.output_row, rows.output_pitch, offset, chunk.lanes << tensor.lane_log2);
 #else
     chunk.base.start = (u8*)tensor.base + (first << tensor.lane_log2);
@@ -124,7 +148,11 @@ template <int SIZE> __device__ __forceinline__ u64 unaligned(const u8* payload, 
 // ---- Lanes in global memory ----
 
 template <int W> __device__ __forceinline__ typename WideOf<W>::type load_lane(const Chunk& chunk, u32 at) {
+#if FORMS_BASE
+    return at < chunk.base_lanes ? chunk.base.lane<W>(at) : 0;
+#else
     return at < chunk.base_lanes ? *chunk.base.lane<W>(at) : 0;
+#endif
 }
 
 template <int W> __device__ __forceinline__ void store_lane(const Chunk& chunk, u32 at, typename WideOf<W>::type lane) {

@@ -84,7 +84,7 @@ enum : u16 { TPDE_CODEC_RAW = 0, TPDE_CODEC_ZSTD = 1, TPDE_CODEC_CONDITIONED = 2
 
 // A tensor of the launch. `base` and `output` are aligned to the size of a lane.
 struct DeviceTensor {
-    u64 base;   // base lanes; not read at or past `base_lanes`
+    u64 base;   // base lanes; not read at or past `base_lanes`. Of a derived base, the base tensor
     u64 output; // `lanes` lanes; equal to `base` for an application in place
     u64 lanes;
     u64 base_lanes;  // number of base lanes, at most `lanes`; further lanes count as zero. 0 for base kind `none`
@@ -92,7 +92,8 @@ struct DeviceTensor {
     u32 tables;      // `conditioned`: offset of its table set in words of `Launch::tables`; or TPDE_NO_TABLES
     u16 dtype;
     u16 codec;    // kernels of other codecs skip the tensor. `zstd` has no decoding kernel, see kernels/README.md.
-                  // With TPDE_STRIDED_TENSOR, only kernels for strided tensors decode it
+                  // With TPDE_STRIDED_TENSOR, only kernels for strided tensors decode it, with
+                  // TPDE_DERIVED_TENSOR only kernels for derived bases
     u8 lane_log2; // log2 of the bytes per lane, 0 to 3
     u8 chunk_lanes_log2;
     u16 reserved; // 0
@@ -113,6 +114,8 @@ TPDE_SIZE(DeviceTensor, 48);
 #define TPDE_NO_TABLES 0xFFFFFFFFu
 // Bit of `DeviceTensor::codec`: base, output or both are rows with gaps between them.
 #define TPDE_STRIDED_TENSOR 0x8000u
+// Bit of `DeviceTensor::codec`: base lanes are formed from a tensor of another dtype. Base and output may have gaps.
+#define TPDE_DERIVED_TENSOR 0x4000u
 
 // Rows of a strided tensor, in bytes. All are multiples of the size of a lane, and a pitch is at least the size of its row.
 // Memory without gaps is one row of TPDE_ENDLESS_ROW bytes.
@@ -128,6 +131,32 @@ TPDE_OFFSET(TensorRows, output_pitch, 24);
 TPDE_SIZE(TensorRows, 32);
 
 #define TPDE_ENDLESS_ROW (1ull << 62) // longer than any tensor
+
+// Codes of `TensorForm::form`, as in an index.
+enum : u8 { TPDE_FORM_FP8_BLOCKS = 1, TPDE_FORM_MXFP4 = 2, TPDE_FORM_MXFP4_TRANSPOSED = 3 };
+#define TPDE_FORM_CAST 0 // base kind `cast`
+
+// How the base lanes of a tensor are formed (spec section 8.5). Rows are those of `TensorRows`; of the base, they are rows
+// of the base tensor. Addresses are aligned to the elements.
+struct TensorForm {
+    u64 scales;       // the tensor of scales, unless `form` is a cast
+    u64 scales_row;   // bytes of scales per row
+    u64 scales_pitch; // distance between the beginnings of rows
+    u64 columns;      // `fp8_blocks` and `mxfp4_transposed`: length of the last dimension of the target, at least 1
+    u64 depth;        // `mxfp4_transposed`: length of the dimension before, at least 1
+    u16 base_dtype;
+    u8 form;
+    u8 reserved[5]; // 0
+};
+TPDE_OFFSET(TensorForm, scales, 0);
+TPDE_OFFSET(TensorForm, scales_row, 8);
+TPDE_OFFSET(TensorForm, scales_pitch, 16);
+TPDE_OFFSET(TensorForm, columns, 24);
+TPDE_OFFSET(TensorForm, depth, 32);
+TPDE_OFFSET(TensorForm, base_dtype, 40);
+TPDE_OFFSET(TensorForm, form, 42);
+TPDE_OFFSET(TensorForm, reserved, 43);
+TPDE_SIZE(TensorForm, 48);
 
 // Modes of a launch: which lanes it stores, and when.
 enum : u32 {
@@ -160,7 +189,8 @@ struct Launch {
     u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
     u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory for changes; a multiple of 256
     u64 digests; // const u32*: status words of tpde_digests; payloads with another word than 0 are refused; 0: none
-    u64 rows;    // const TensorRows*: one per tensor; kernels for strided tensors read it, others do not
+    u64 rows;    // const TensorRows*: one per tensor; kernels for strided tensors and for derived bases read it
+    u64 forms;   // const TensorForm*: one per tensor; kernels for derived bases read it
 };
 TPDE_OFFSET(Launch, chunks, 0);
 TPDE_OFFSET(Launch, sums, 8);
@@ -180,7 +210,8 @@ TPDE_OFFSET(Launch, scratch_slots, 96);
 TPDE_OFFSET(Launch, scratch_slot_bytes, 100);
 TPDE_OFFSET(Launch, digests, 104);
 TPDE_OFFSET(Launch, rows, 112);
-TPDE_SIZE(Launch, 120);
+TPDE_OFFSET(Launch, forms, 120);
+TPDE_SIZE(Launch, 128);
 
 // ---- Status words ----
 
@@ -229,4 +260,4 @@ enum : u32 {
 #define TPDE_CLASS_COUNT_MAX 15
 #define TPDE_TOKEN_COUNT_MAX 180
 
-#define TPDE_LAYOUT_WORDS 70 // number of words that tpde_layout writes
+#define TPDE_LAYOUT_WORDS 81 // number of words that tpde_layout writes

@@ -25,11 +25,26 @@ template <int W> struct TileShape {
 // Returns the number of leading tiles that are complete in both chunk and base, or 0 if base or output, or their
 // rows, are not aligned to 16 bytes. The remaining tiles are processed lane by lane. That touches the same memory sectors.
 template <int W> __device__ __forceinline__ u32 complete_tiles(const Chunk& chunk) {
+#if FORMS_BASE
+    bool whole = chunk.base.has_pieces<W>() && chunk.output.alignment() % 16 == 0;
+    return whole ? chunk.lanes / TileShape<W>::LANES : 0;
+#else
     return (chunk.base.alignment() | chunk.output.alignment()) % 16 == 0
                ? min(chunk.base_lanes, chunk.lanes) / TileShape<W>::LANES
                : 0;
+#endif
 }
 
+#if FORMS_BASE
+// Forms the base lanes of a complete tile, and calls `each` for each piece and its offset from the first unit of its thread.
+template <int W, typename Each>
+__device__ __forceinline__ void form_tile(const Chunk& chunk, u32 number, u32 thread, Each each) {
+    typedef TileShape<W> Shape;
+    u32 first = number * Shape::LANES + thread * Shape::UNIT;
+#pragma unroll 2
+    for (int p = 0; p < Shape::PIECES; p++) each(Shape::lane_of(p), chunk.base.piece<W>(first + Shape::lane_of(p)));
+}
+#else
 // Loads the base lanes of a complete tile.
 template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u32 number, u32 thread, uint4* pieces) {
     typedef TileShape<W> Shape;
@@ -37,6 +52,7 @@ template <int W> __device__ __forceinline__ void load_tile(const Chunk& chunk, u
 #pragma unroll
     for (int p = 0; p < Shape::PIECES; p++) pieces[p] = load_once(from.byte(Shape::lane_of(p) * W));
 }
+#endif
 
 template <int W>
 __device__ __forceinline__ void store_tile(const Chunk& chunk, u32 number, u32 thread, const uint4* pieces) {
@@ -70,10 +86,22 @@ template <int W, int THREADS> __device__ __forceinline__ u64 copy_chunk(const Ch
     u64 sum = 0;
     for (u32 number = threadIdx.x / WARP; number * Shape::LANES < chunk.lanes; number += THREADS / WARP) {
         if (number < complete) {
+#if FORMS_BASE
+            u32 first = thread * Shape::UNIT, word = number * Shape::WORDS % TPDE_ROW_WORDS;
+            u64 part = 0;
+            form_tile<W>(chunk, number, thread, [&](u32 by, uint4 piece) {
+                uint4 weight = *(const uint4*)&WEIGHTS.q[word + (first + by) * W / 4];
+                part += (u64)piece.x * weight.x + (u64)piece.y * weight.y;
+                part += (u64)piece.z * weight.z + (u64)piece.w * weight.w;
+                if (stored) __stcs((uint4*)chunk.output.byte((number * Shape::LANES + first + by) * W), piece);
+            });
+            sum += row_weight(number * Shape::WORDS) * part;
+#else
             uint4 pieces[Shape::PIECES];
             load_tile<W>(chunk, number, thread, pieces);
             if (stored) store_tile<W>(chunk, number, thread, pieces);
             sum += row_weight(number * Shape::WORDS) * tile_sum<W>(WEIGHTS.q, number, thread, pieces);
+#endif
         } else {
             u32 first = number * Shape::LANES;
             for (u32 at = first + thread; at < min(first + Shape::LANES, chunk.lanes); at += WARP) {

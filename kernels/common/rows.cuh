@@ -33,10 +33,10 @@ struct alignas(16) StridedBytes {
         if (left >= size) set_rows(0, LONG_ROW, 0); // no row ends within the chunk
         else set_rows(pitch - row_bytes, shortened, shortened - (u32)left);
     }
+    // Returns the row of byte `at`, counted from the row of the first byte.
+    __device__ __forceinline__ u32 row_of(u32 at) const { return __umulhi(first + at, factor) >> shift; }
     // Returns the address of byte `at`.
-    __device__ __forceinline__ u8* byte(u32 at) const {
-        return start + at + (__umulhi(first + at, factor) >> shift) * gap;
-    }
+    __device__ __forceinline__ u8* byte(u32 at) const { return start + at + row_of(at) * gap; }
     template <int W> __device__ __forceinline__ typename LaneOf<W>::type* lane(u32 at) const {
         return (typename LaneOf<W>::type*)byte(at * W);
     }

@@ -9,7 +9,7 @@ __device__ __forceinline__ bool is_plain(const Shared& shared) {
 }
 
 template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store, Sums& sums) {
-    if (store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store, sums);
+    if (FORMS_BASE || store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store, sums);
     else if (store == STORE_LIST) decode<W, TO_LIST, EXTRA>(store, sums);
     else decode<W, TO_OUTPUT, EXTRA>(store, sums);
 }
@@ -31,6 +31,11 @@ struct WithBase {
     template <int W> static __device__ __forceinline__ u32 run(const Launch& launch, u32 tables, u32 dtype) {
         Shared& shared = shared_memory();
         const Chunk& chunk = shared.chunk;
+        if constexpr (FORMS_BASE) {
+            if (chunk.num_deltas == 0) return copy_unchanged<W>(launch, STORE_ALL);
+            u32 errors = open_payload<W>(launch, tables, dtype);
+            return errors ? errors : pass<W>(STORE_ALL);
+        }
         u32 store_in_full =
             launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes ? STORE_ALL : STORE_CHANGES;
         u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : store_in_full;

@@ -155,11 +155,16 @@ template <typename Kernel> __device__ __forceinline__ void run_block(const Launc
     if (threadIdx.x == 0) shared.chunk = chunk;
     __syncthreads();
     u32 errors;
-    switch (tensor.lane_log2) {
-    case 0: errors = Kernel::template run<1>(launch, tensor.tables, tensor.dtype); break;
-    case 1: errors = Kernel::template run<2>(launch, tensor.tables, tensor.dtype); break;
-    case 2: errors = Kernel::template run<4>(launch, tensor.tables, tensor.dtype); break;
-    default: errors = Kernel::template run<8>(launch, tensor.tables, tensor.dtype); break;
+    if constexpr (FORMS_BASE) {
+        errors = tensor.lane_log2 == 1 ? Kernel::template run<2>(launch, tensor.tables, tensor.dtype)
+                                       : Kernel::template run<4>(launch, tensor.tables, tensor.dtype);
+    } else {
+        switch (tensor.lane_log2) {
+        case 0: errors = Kernel::template run<1>(launch, tensor.tables, tensor.dtype); break;
+        case 1: errors = Kernel::template run<2>(launch, tensor.tables, tensor.dtype); break;
+        case 2: errors = Kernel::template run<4>(launch, tensor.tables, tensor.dtype); break;
+        default: errors = Kernel::template run<8>(launch, tensor.tables, tensor.dtype); break;
+        }
     }
     if (threadIdx.x == 0) report(launch, shared.chunk, errors);
 }

@@ -63,7 +63,9 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
             words.at = (shared_address(work.tile().queue) + STAGED_BYTES - 1) & ~(STAGED_BYTES - 1);
             words.open(work.stream);
         }
+#if !FORMS_BASE
         if (HOW != LOW_BITS && work.number < fast) load_tile<W>(chunk, work.number, work.thread, pieces);
+#endif
 #pragma unroll 1
         for (; work.number < fast; work.number += ring.count) {
             open(work.number + 1 < fast || more);

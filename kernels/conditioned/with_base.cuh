@@ -37,7 +37,8 @@ __device__ __forceinline__ CodedLanes find_coded(Shared& shared, u32 bits, u32 a
 }
 
 // A warp: decodes a complete tile, whose base lanes are in `pieces`. On return `pieces` holds the base lanes of the next
-// tile of the warp, if that tile is before tile `end`.
+// tile of the warp, if that tile is before tile `end`. A derived base is formed here instead: forming it ahead would need
+// more registers.
 template <int W, int HOW, int EXTRA>
 __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, u32 store) {
     typedef typename WideOf<W>::type T;
@@ -50,12 +51,19 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
     u32 activities =
         activities_of_tile(chunk.payload + shared.parts.activities_at, work.bits, work.number, Shape::BLOCKS);
     u64 row = row_weight(work.number * Shape::WORDS);
+#if FORMS_BASE
+    form_tile<W>(chunk, work.number, thread,
+                 [&](u32 by, uint4 piece) { *(uint4*)(tile.lanes + (thread * Shape::UNIT + by) * W) = piece; });
+    read_tile<W>(tile, thread, pieces);
+#endif
     u64 base_sum = row * tile_sum<W>(shared.weights, work.number, thread, pieces);
-    write_tile<W>(tile, thread, pieces);
+    if (!FORMS_BASE) write_tile<W>(tile, thread, pieces);
     CodedLanes coded =
         find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
     // Loads the next tile while this tile is decoded.
+#if !FORMS_BASE
     if (work.number + work.ring.count < end) load_tile<W>(chunk, work.number + work.ring.count, thread, pieces);
+#endif
     // Prefetches the words of the stream for this tile and the next, because base lanes evict them from L1. If several
     // warps share a stream, each warp needs few words and no prefetch.
     if (work.ring.count == 1 && thread < 5)

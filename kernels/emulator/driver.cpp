@@ -29,6 +29,8 @@ extern "C" void tpde_without_base(Launch);
 extern "C" void tpde_raw_strided(Launch);
 extern "C" void tpde_conditioned_strided(Launch);
 extern "C" void tpde_without_base_strided(Launch);
+extern "C" void tpde_raw_derived(Launch);
+extern "C" void tpde_conditioned_derived(Launch);
 extern "C" void tpde_digests(Digests);
 extern "C" void tpde_hash(Hashes);
 extern "C" void tpde_frames_check(Frames);
@@ -397,6 +399,8 @@ const KernelEntry KERNELS[] = {
     {"tpde_raw_strided", [](const void* p) { tpde_raw_strided(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_conditioned_strided", [](const void* p) { tpde_conditioned_strided(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_without_base_strided", [](const void* p) { tpde_without_base_strided(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_raw_derived", [](const void* p) { tpde_raw_derived(*(const Launch*)p); }, sizeof(Launch)},
+    {"tpde_conditioned_derived", [](const void* p) { tpde_conditioned_derived(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_digests", [](const void* p) { tpde_digests(*(const Digests*)p); }, sizeof(Digests)},
     {"tpde_hash", [](const void* p) { tpde_hash(*(const Hashes*)p); }, sizeof(Hashes)},
     {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},

@@ -23,6 +23,8 @@ extern "C" void tpde_without_base(Launch);
 extern "C" void tpde_raw_strided(Launch);
 extern "C" void tpde_conditioned_strided(Launch);
 extern "C" void tpde_without_base_strided(Launch);
+extern "C" void tpde_raw_derived(Launch);
+extern "C" void tpde_conditioned_derived(Launch);
 extern "C" void tpde_digests(Digests);
 extern "C" void tpde_hash(Hashes);
 extern "C" const char* __asan_default_options() {
@@ -49,7 +51,10 @@ struct ChunkCase {
     ChunkSums sums;
     u32 statuses; // bit mask of the correct status words
     Bytes payload, digest, base, target;
+    TensorForm form;      // without addresses; `columns` is 0 unless the base is derived
+    Bytes source, scales; // the whole base tensor and the whole tensor of scales of a derived base
 
+    bool is_derived() const { return form.columns != 0; }
     u32 width() const { return 1u << tensor.lane_log2; }
     u32 lanes() const { return (u32)std::min(tensor.lanes - record.output_offset, (u64)1 << tensor.chunk_lanes_log2); }
 };
@@ -119,6 +124,9 @@ std::vector<Case> read_cases(const char* path) {
             chunk.digest = reader.list<u8>();
             chunk.base = reader.list<u8>();
             chunk.target = reader.list<u8>();
+            chunk.form = reader.number<TensorForm>();
+            chunk.source = reader.list<u8>();
+            chunk.scales = reader.list<u8>();
         }
         one.ranges.resize(reader.number<u32>());
         for (RangeCase& range : one.ranges) {
@@ -334,16 +342,21 @@ u32 bytes_of_tables(const Case& one) {
     return bytes;
 }
 
-// Runs all kernels of a codec, for strided tensors or for others. Each kernel skips the chunks of the others.
-void run(u32 codec, bool strided, const Launch& launch, u32 table_bytes, u64 seed) {
+// Runs all kernels of a codec, for tensors with these bits in their codec. Each kernel skips the chunks of the others.
+void run(u32 codec, u32 bits, const Launch& launch, u32 table_bytes, u64 seed) {
     typedef void (*Kernel)(const void*);
-    auto kernel = [strided](Kernel plain, Kernel with_rows) { return strided ? with_rows : plain; };
+    auto kernel = [bits](Kernel plain, Kernel strided, Kernel derived) {
+        return bits == TPDE_STRIDED_TENSOR ? strided : bits == TPDE_DERIVED_TENSOR ? derived : plain;
+    };
     Kernel raw = kernel([](const void* launch) { tpde_raw(*(const Launch*)launch); },
-                        [](const void* launch) { tpde_raw_strided(*(const Launch*)launch); });
+                        [](const void* launch) { tpde_raw_strided(*(const Launch*)launch); },
+                        [](const void* launch) { tpde_raw_derived(*(const Launch*)launch); });
     Kernel conditioned = kernel([](const void* launch) { tpde_conditioned(*(const Launch*)launch); },
-                                [](const void* launch) { tpde_conditioned_strided(*(const Launch*)launch); });
-    Kernel without_base = kernel([](const void* launch) { tpde_without_base(*(const Launch*)launch); },
-                                 [](const void* launch) { tpde_without_base_strided(*(const Launch*)launch); });
+                                [](const void* launch) { tpde_conditioned_strided(*(const Launch*)launch); },
+                                [](const void* launch) { tpde_conditioned_derived(*(const Launch*)launch); });
+    Kernel without_base =
+        kernel([](const void* launch) { tpde_without_base(*(const Launch*)launch); },
+               [](const void* launch) { tpde_without_base_strided(*(const Launch*)launch); }, nullptr);
     u32 blocks = launch.count + 1;
     if (codec != TPDE_CODEC_CONDITIONED) {
         emulator::launch({blocks, TPDE_RAW_THREADS, TPDE_RAW_SHARED, seed}, raw, &launch);
@@ -351,8 +364,9 @@ void run(u32 codec, bool strided, const Launch& launch, u32 table_bytes, u64 see
     }
     emulator::launch({blocks, TPDE_CONDITIONED_THREADS, TPDE_CONDITIONED_SHARED + table_bytes, seed}, conditioned,
                      &launch);
-    emulator::launch({blocks, TPDE_WITHOUT_BASE_THREADS, TPDE_WITHOUT_BASE_SHARED + table_bytes, seed}, without_base,
-                     &launch);
+    if (without_base)
+        emulator::launch({blocks, TPDE_WITHOUT_BASE_THREADS, TPDE_WITHOUT_BASE_SHARED + table_bytes, seed},
+                         without_base, &launch);
 }
 
 u64 mix(u64 x) {
@@ -559,7 +573,8 @@ void run_hashes(const Case& one, u64 seed) {
 void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
     u32 count = (u32)one.chunks.size();
     bool in_place = mode != OUT_OF_PLACE;
-    std::vector<std::unique_ptr<Buffer>> payloads, bases, outputs;
+    std::vector<std::unique_ptr<Buffer>> payloads, bases, scales, outputs;
+    std::vector<TensorForm> forms(count);
     std::vector<DeviceTensor> tensors(count);
     std::vector<TensorRows> tensor_rows(count);
     std::vector<Rows> base_rows(count), output_rows(count);
@@ -583,16 +598,39 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
         u64 random = mix(rows * 0x9E3779B97F4A7C15ull + seed * 64 + i), before = chunk.record.output_offset * width;
         if (rows) {
             // Some chunks are more than 2^32 bytes behind the beginning of their tensor.
-            u64 lanes_before = random >> 60 < 4 ? 1ull << 34 : 0;
+            u64 lanes_before = random >> 60 < 4 && !chunk.is_derived() ? 1ull << 34 : 0;
             records[i].output_offset += lanes_before;
             tensor.lanes += lanes_before;
             tensor.base_lanes += tensor.base_lanes ? lanes_before : 0;
             before += lanes_before * width;
             output_rows[i] = choose_rows(random, before, size, width);
             base_rows[i] = in_place ? output_rows[i] : choose_rows(random >> 20, before, size, width);
-            if (base_rows[i].has_gaps() || output_rows[i].has_gaps()) tensor.codec |= TPDE_STRIDED_TENSOR;
+            if (!chunk.is_derived() && (base_rows[i].has_gaps() || output_rows[i].has_gaps()))
+                tensor.codec |= TPDE_STRIDED_TENSOR;
         }
-        if (in_place) {
+        if (chunk.is_derived()) {
+            // The whole base tensor, and the whole tensor of scales. Rows of scales of `fp8_blocks` are rows of blocks.
+            tensor.codec |= TPDE_DERIVED_TENSOR;
+            bool is_fp8 = chunk.form.form == TPDE_FORM_FP8_BLOCKS;
+            u64 across = (chunk.form.columns + 127) / 128 * 4;
+            u32 lane = chunk.form.base_dtype == TPDE_F32                           ? 4
+                       : chunk.form.base_dtype < 16 || chunk.form.base_dtype >= 32 ? 1
+                                                                                   : 2;
+            Rows rows_of_scales;
+            base_rows[i] = rows ? choose_rows(random >> 20, 0, chunk.source.size(), lane) : Rows();
+            if (rows && is_fp8 && random >> 40 & 1) rows_of_scales = {across, across + 4 * (random >> 41 & 7), 0};
+            if (rows && !is_fp8 && !chunk.scales.empty())
+                rows_of_scales = choose_rows(random >> 30, 0, chunk.scales.size(), 1);
+            bases.emplace_back(new Buffer("the base tensor" + suffix, chunk.source, chunk.source.size(),
+                                          base_shift * lane, base_rows[i]));
+            scales.emplace_back(new Buffer("the scales" + suffix, chunk.scales, chunk.scales.size(),
+                                           is_fp8 ? 4 * base_shift : base_shift, rows_of_scales));
+            outputs.emplace_back(new Buffer("the output" + suffix, {}, size, output_shift * width, output_rows[i]));
+            forms[count - 1 - i] = chunk.form;
+            forms[count - 1 - i].scales = (u64)scales.back()->data;
+            forms[count - 1 - i].scales_row = rows_of_scales.row;
+            forms[count - 1 - i].scales_pitch = rows_of_scales.pitch;
+        } else if (in_place) {
             outputs.emplace_back(
                 new Buffer("the lanes" + suffix, chunk.base, size, output_shift * width, output_rows[i]));
         } else {
@@ -604,7 +642,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
         auto tensor_of = [before](const Buffer& buffer, const Rows& rows) {
             return (u64)buffer.data - before - before / rows.row * (rows.pitch - rows.row);
         };
-        tensor.base = tensor_of(*(in_place ? outputs[i] : bases[i]), base_rows[i]);
+        tensor.base =
+            chunk.is_derived() ? (u64)bases[i]->data : tensor_of(*(in_place ? outputs[i] : bases[i]), base_rows[i]);
         tensor.output = tensor_of(*outputs[i], output_rows[i]);
         tensor_rows[count - 1 - i] = {base_rows[i].row, base_rows[i].pitch, output_rows[i].row, output_rows[i].pitch};
         records[i].blob_offset = (u64)payloads[i]->data;
@@ -619,7 +658,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
                         {"the tensors", bytes_of(tensors), 48 * count, 0},
                         {"the table sets", bytes_of(one.tables), 4 * one.tables.size(), 0},
                         {"the order", bytes_of(order), 4 * count, 0},
-                        {"the rows", bytes_of(tensor_rows), sizeof(TensorRows) * count, 0}};
+                        {"the rows", bytes_of(tensor_rows), sizeof(TensorRows) * count, 0},
+                        {"the forms", bytes_of(forms), sizeof(TensorForm) * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
     // Scratch memory for the changes of all chunks between two launches: no memory, enough for nearly all lists, or enough
     // for few.
@@ -659,7 +699,8 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
     launch.statuses = (u64)status_words.data;
     launch.flag = (u64)flag.data;
     launch.order = shift % 2 ? (u64)uploads[5].data : 0;
-    launch.rows = rows ? (u64)uploads[6].data : 0;
+    launch.rows = rows || !scales.empty() ? (u64)uploads[6].data : 0;
+    launch.forms = scales.empty() ? 0 : (u64)uploads[7].data;
     launch.count = count;
     launch.flags = one.flags;
     if (mode == LISTED || is_checked) {
@@ -671,17 +712,20 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
         launch.mode = launch_mode;
         // At random also runs the kernels of a codec without chunks. They must do nothing.
         for (u32 kernels : {TPDE_CODEC_RAW | 0u, TPDE_CODEC_CONDITIONED | 0u, TPDE_CODEC_RAW | TPDE_STRIDED_TENSOR,
-                            TPDE_CODEC_CONDITIONED | TPDE_STRIDED_TENSOR}) {
-            u32 codec = kernels & ~TPDE_STRIDED_TENSOR;
+                            TPDE_CODEC_CONDITIONED | TPDE_STRIDED_TENSOR, TPDE_CODEC_RAW | TPDE_DERIVED_TENSOR,
+                            TPDE_CODEC_CONDITIONED | TPDE_DERIVED_TENSOR}) {
+            u32 codec = kernels & ~(TPDE_STRIDED_TENSOR | TPDE_DERIVED_TENSOR);
             bool any = std::any_of(tensors.begin(), tensors.end(),
                                    [&](const DeviceTensor& tensor) { return tensor.codec == kernels; });
-            if (!any && seed % 16 != 0) continue;
+            // Kernels for derived bases run out of place only.
+            bool is_possible = kernels == codec + TPDE_DERIVED_TENSOR ? !in_place : true;
+            if (!any && (seed % 16 != 0 || !is_possible)) continue;
             // One launch, or two.
             for (u32 first = 0, next; first < count; first = next) {
                 next = seed % 8 == 1 && first == 0 && count > 1 ? count / 2 : count;
                 launch.first = first;
                 launch.count = next - first;
-                run(codec, kernels != codec, launch, bytes_of_tables(one), seed + launch_mode);
+                run(codec, kernels - codec, launch, bytes_of_tables(one), seed + launch_mode);
             }
         }
     };
@@ -739,9 +783,12 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
         if (!stored && in_place && !outputs[i]->is_untouched()) wrong("written although refused");
         if (!in_place && !bases[i]->is_untouched()) wrong("the base was written");
         if (!payloads[i]->is_untouched()) wrong("the payload was written");
+        progress->refused += status != 0;
         if (!outputs[i]->has_canaries() || (!in_place && !bases[i]->has_canaries()))
             wrong("written outside of the chunk");
-        progress->refused += status != 0;
+    }
+    for (const auto& buffer : scales) {
+        if (!buffer->is_untouched() || !buffer->has_canaries()) wrong("%s were written", buffer->name.c_str());
     }
     progress->runs++;
     progress->chunks += count;
@@ -763,6 +810,10 @@ void run_cases(const std::vector<Case>& cases, const Options& options) {
             for (u32 shift : options.shifts) {
                 for (u32 mode = 0; mode < MODES; mode++) {
                     if (!(options.modes >> mode & 1)) continue;
+                    // A derived base is applied out of place only.
+                    bool is_derived = std::any_of(one.chunks.begin(), one.chunks.end(),
+                                                  [](const ChunkCase& chunk) { return chunk.is_derived(); });
+                    if (is_derived && mode != OUT_OF_PLACE) continue;
                     current_failed = false;
                     alarm(60);
                     u64 seed = options.seed + number * 64 + mode * 16 + shift;

@@ -77,11 +77,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) TPDE_ENTRY(tpde_raw)(const
     __syncthreads();
     u64 magnitude = order_of(tensor.dtype).magnitude;
     u32 errors;
-    switch (tensor.lane_log2) {
-    case 0: errors = run<1>(launch, magnitude, shared); break;
-    case 1: errors = run<2>(launch, magnitude, shared); break;
-    case 2: errors = run<4>(launch, magnitude, shared); break;
-    default: errors = run<8>(launch, magnitude, shared); break;
+    if constexpr (FORMS_BASE) {
+        errors = tensor.lane_log2 == 1 ? run<2>(launch, magnitude, shared) : run<4>(launch, magnitude, shared);
+    } else {
+        switch (tensor.lane_log2) {
+        case 0: errors = run<1>(launch, magnitude, shared); break;
+        case 1: errors = run<2>(launch, magnitude, shared); break;
+        case 2: errors = run<4>(launch, magnitude, shared); break;
+        default: errors = run<8>(launch, magnitude, shared); break;
+        }
     }
     if (threadIdx.x == 0) report(launch, shared.chunk, errors);
 }

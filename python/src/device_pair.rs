@@ -170,8 +170,7 @@ impl DevicePair {
     }
 
     /// Plans how a tensor is rebuilt from payloads that are on the device. `part` holds the bytes of the blob from `start` on.
-    fn plan(&self, py: Python<'_>, output: Memory, base: Option<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
-        let base: Vec<_> = base.into_iter().collect();
+    fn plan(&self, py: Python<'_>, output: Memory, base: Vec<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
         let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned(py));
         let bound = Bound {
             pair: self.pair.clone(),
@@ -263,13 +262,17 @@ impl Bound {
     fn check_bases(&self, tensors: &[&SliceMemory]) -> Result<()> {
         let bases: HashMap<_, _> = self.base.iter().map(|base| (base.0.name(), &base.0)).collect();
         for tensor in tensors {
-            for entry in self.pair.index().entries(tensor.0.name()).filter(|entry| entry.base_kind != BaseKind::None) {
-                let Some(base) = bases.get(entry.base_name) else { continue };
-                if base.dtype()? != entry.dtype || base.shape().get(1..) != entry.whole_shape().get(1..) {
-                    let (name, dtype, shape) = (Escaped(base.name()), base.dtype()?, base.shape());
+            for entry in self.pair.index().entries(tensor.0.name()) {
+                let base = entry.base_shape().map(|shape| (entry.base_name, entry.base_dtype(), shape));
+                for (name, dtype, shape) in base.into_iter().chain(entry.scales()) {
+                    let Some(base) = bases.get(name) else { continue };
+                    if base.dtype()? == dtype && base.shape().get(1..) == shape.get(1..) {
+                        continue;
+                    }
+                    let (name, found, found_shape) = (Escaped(base.name()), base.dtype()?, base.shape());
                     let target = format!("{} is {} {:?}", Escaped(entry.name), entry.dtype, entry.whole_shape());
                     return Err(Error::InvalidArgument(format!(
-                        "base tensor {name} is {dtype} {shape:?}, but target tensor {target}: expected the same dtype and trailing dims"
+                        "base tensor {name} is {found} {found_shape:?}, but target tensor {target}: expected {dtype} {shape:?}"
                     )));
                 }
             }

@@ -20,8 +20,11 @@ pub struct Pair {
     base: Option<SafetensorsCheckpoint>,
 }
 
-/// Name, dtype, dims, kind of base, name of the base tensor, and whether any element changes.
-type Described = (String, &'static str, Vec<u64>, &'static str, String, bool);
+/// Name, dtype, dims, kind of base, name of the base tensor, whether any element changes, and the tensors of the base.
+type Described = (String, &'static str, Vec<u64>, &'static str, String, bool, Vec<BaseTensor>);
+
+/// Name, dtype and dims of a tensor of the base.
+type BaseTensor = (String, &'static str, Vec<u64>);
 
 #[pymethods]
 impl Pair {
@@ -44,7 +47,8 @@ impl Pair {
             let is_mixed = parts.iter().any(|part| part.base_kind != first.base_kind);
             let kind = if is_mixed { "mixed" } else { first.base_kind.name() };
             let (name, base_name) = (first.name.to_owned(), first.base_name.to_owned());
-            (name, first.dtype.name(), first.whole_shape().to_vec(), kind, base_name, parts.iter().any(changes))
+            let bases = parts.iter().find_map(|part| Some(base_tensors(part, part.base_shape()?))).unwrap_or_default();
+            (name, first.dtype.name(), first.whole_shape().to_vec(), kind, base_name, parts.iter().any(changes), bases)
         };
         let entries: Vec<_> = index.tensors().collect();
         entries.chunk_by(|a, b| a.name == b.name).map(describe).collect()
@@ -294,6 +298,13 @@ pub fn check_type(given: &Memory, tensor: &Tensor<'_>) -> Result<()> {
     }
     let (name, expected) = (Escaped(given.name()), format!("{} {:?}", tensor.dtype, tensor.whole_shape()));
     Err(Error::InvalidArgument(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")))
+}
+
+/// The base tensor of an entry, and its tensor of scales if it has one.
+fn base_tensors(entry: &Tensor<'_>, shape: Vec<u64>) -> Vec<BaseTensor> {
+    let base = (entry.base_name.to_owned(), entry.base_dtype().name(), shape);
+    let scales = entry.scales().map(|(name, dtype, shape)| (name.to_owned(), dtype.name(), shape));
+    std::iter::once(base).chain(scales).collect()
 }
 
 /// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names;

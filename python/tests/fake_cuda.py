@@ -259,13 +259,13 @@ class FakeModel:
             self.values[weight] = float(world.random.randrange(1, 1 << 20))
             base = torch.zeros(count, 2)
             world.written(base)
-            entry = Entry(weight, "F32", [count, 2], "same", weight, True)
-            made = _prefetch.DeviceWeight(self, entry, base, torch.empty(payload, dtype=torch.uint8), 0, self.failures)
+            entry = Entry(weight, "F32", [count, 2], "same", weight, True, [(weight, "F32", [count, 2])])
+            made = _prefetch.DeviceWeight(self, entry, [base], torch.empty(payload, dtype=torch.uint8), 0, self.failures)
             made.is_copied = is_copied
             made.register()
             self.payloads[weight] = made.payload.data_ptr()
             world.names[made.payload.data_ptr()] = weight
-            world.watch(made.base)
+            world.watch(made.bases[0])
             self.weights.append(made)
         _prefetch.DeviceWeight._largest.clear()
 
@@ -319,7 +319,7 @@ class FakePlan:
     """A plan, and also the rebuild that is prepared from it."""
 
     def __init__(self, model: FakeModel, output: Any, base: Any, part: Any) -> None:
-        self.model, self.output, self.reads = model, output, [(m[3], m[3] + m[4]) for m in (base, part)]
+        self.model, self.output, self.reads = model, output, [(m[3], m[3] + m[4]) for m in (*base, part)]
 
     def bytes(self) -> int:
         return 8

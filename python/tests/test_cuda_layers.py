@@ -15,6 +15,7 @@ from test_nn_storm import FORWARDS, modes_are_restored, soak, under_signals  # n
 torch = pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
+from quantised import Resident, base_of, finetune_of, outputs_of  # noqa: E402 (needs torch)
 
 
 @pytest.fixture
@@ -43,10 +44,30 @@ class TestLayers:
         attached.check()
         for name, layer in attached.layers.items():
             if where == "device":
-                assert layer._weight.base.data_ptr() == weights[f"{name}.weight"].data_ptr()
+                assert layer._weight.bases[0].data_ptr() == weights[f"{name}.weight"].data_ptr()
             else:
-                assert layer._weight.base.is_pinned()
+                assert layer._weight.bases[0].is_pinned()
             assert torch.equal(layer.weight, target.get_parameter(f"{name}.weight"))
+
+    @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+    def test_weights_that_stay_quantised(self, kind: str, tmp_path: Path) -> None:
+        base, image = base_of(kind)
+        target = finetune_of(image)
+        tpde.torch.save_file(target, tmp_path / "p", base=base, codec="conditioned", chunk_lanes=4096)
+        x = torch.randn(5, 256, device="cuda").to(torch.bfloat16)
+        wanted = outputs_of({name: weight.cuda() for name, weight in target.items()}, x)
+        for where, payloads in (("device", "device"), ("device", "pinned"), ("host", "pinned")):
+            held = {name: tensor.cuda() for name, tensor in base.items()} if where == "device" else base
+            model = Resident(held)
+            attached = tpde.nn.attach(model, tmp_path / "p", device="cuda", payloads=payloads)
+            assert set(attached.layers) == {"up", "down"}
+            with torch.no_grad():
+                for _ in range(3):
+                    assert torch.equal(model(x), wanted)
+            attached.check()
+        on_device = {name: tensor.cuda() for name, tensor in base.items()}
+        found = tpde.torch.load_file(tmp_path / "p", base=on_device, device="cuda")
+        assert all(torch.equal(found[name], weight.cuda()) for name, weight in target.items())
 
     def test_a_pair_without_a_base(self, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
         _, target, _ = deep

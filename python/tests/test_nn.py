@@ -17,6 +17,7 @@ from test_torch import Tied, raw, raw_of, tuned
 torch = pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
+from quantised import Resident, base_of, finetune_of, outputs_of  # noqa: E402 (needs torch)
 
 
 class Deep(torch.nn.Module):
@@ -116,7 +117,7 @@ def test_outputs_are_the_targets(deep: tuple[Deep, Deep, Path]) -> None:
             assert torch.equal(base(TOKENS), target(TOKENS))
     for name, layer in attached.layers.items():
         # The base tensor is the original one, and it was only read.
-        assert layer._weight.base.data_ptr() == weights[f"{name}.weight"].data_ptr()
+        assert layer._weight.bases[0].data_ptr() == weights[f"{name}.weight"].data_ptr()
         assert raw(weights[f"{name}.weight"]) == before[f"{name}.weight"]
         assert raw(layer.weight) == raw(target.state_dict()[f"{name}.weight"])
         assert "weight" not in dict(layer.named_parameters())
@@ -146,7 +147,7 @@ def test_one_base_for_several_targets(tmp_path: Path) -> None:
             setattr(model.get_submodule(first), last, parameter)
         attached = tpde.nn.attach(model, tmp_path / str(seed))
         for name, layer in attached.layers.items():
-            assert layer._weight.base.data_ptr() == base.get_parameter(f"{name}.weight").data_ptr()
+            assert layer._weight.bases[0].data_ptr() == base.get_parameter(f"{name}.weight").data_ptr()
         models.append(model)
     assert raw_of(base.state_dict()) == before
     with torch.no_grad():
@@ -161,7 +162,7 @@ def test_a_pair_without_a_base_needs_no_weights(deep: tuple[Deep, Deep, Path], t
         model = Deep()
     model.head.weight = model.embed.weight
     attached = tpde.nn.attach(model, tmp_path / "anchor", device="cpu")
-    assert all(layer._weight.base is None for layer in attached.layers.values())
+    assert all(layer._weight.bases == [] for layer in attached.layers.values())
     assert not any(parameter.is_meta for parameter in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(TOKENS), target(TOKENS))
@@ -355,3 +356,49 @@ class TestRefused:
         tpde.torch.save_file(target, tmp_path / "p", base=base)
         with pytest.raises(tpde.InvalidArgument, match="one tensor in the model, but differ in the pair"):
             tpde.nn.attach(base, tmp_path / "p")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+class TestQuantised:
+    """Models that stay in FP8 or MXFP4, from which BF16 weights are rebuilt."""
+
+    def test_outputs_are_the_finetunes(self, kind: str, tmp_path: Path) -> None:
+        base, image = base_of(kind)
+        target = finetune_of(image)
+        tpde.torch.save_file(target, tmp_path / "p", base=base, codec="conditioned", chunk_lanes=4096)
+        assert {tensor.base_kind for tensor in tpde.inspect(tmp_path / "p").tensors} == {"dequantised"}
+        model = Resident(base)
+        held = {name: tensor.data_ptr() for name, tensor in base.items()}
+        attached = tpde.nn.attach(model, tmp_path / "p")
+        assert set(attached.layers) == {"up", "down"} and attached.dense == []
+        x = torch.randn(5, 256).to(torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(model(x), outputs_of(target, x))
+        for name, layer in attached.layers.items():
+            assert raw(layer.weight) == raw(target[f"{name}.weight"])
+            assert [tensor.data_ptr() for tensor in layer._weight.bases] == [held[key] for key in held if key.startswith(f"{name}.")]
+        assert raw_of(tpde.torch.load_file(tmp_path / "p", base=base)) == raw_of(target)
+
+    def test_dense_weights(self, kind: str, tmp_path: Path) -> None:
+        base, image = base_of(kind)
+        target = finetune_of(image)
+        tpde.torch.save_file(target, tmp_path / "p", base=base)
+        model = Resident(base)
+        attached = tpde.nn.attach(model, tmp_path / "p", only=lambda name: name.startswith("up"))
+        assert (set(attached.layers), attached.dense) == ({"up"}, ["down.weight"])
+        assert raw(model.down.weight) == raw(target["down.weight"])
+
+    def test_another_base_and_missing_scales(self, kind: str, tmp_path: Path) -> None:
+        base, image = base_of(kind)
+        tpde.torch.save_file(finetune_of(image), tmp_path / "p", base=base)
+        other, _ = base_of(kind, seed=9)
+        with pytest.raises(tpde.WrongBase):
+            tpde.nn.attach(Resident(other), tmp_path / "p")
+        model = Resident(base)
+        scales = next(name for name in base if name.startswith("up.weight_scale")).rpartition(".")[2]
+        delattr(model.up, scales)
+        with pytest.raises(tpde.InvalidArgument, match=f"'up.{scales}', which is not in the model"):
+            tpde.nn.attach(model, tmp_path / "p")
+        model.up.register_buffer(scales, base[f"up.{scales}"][:1])
+        with pytest.raises(tpde.InvalidArgument, match=scales):
+            tpde.nn.attach(model, tmp_path / "p")

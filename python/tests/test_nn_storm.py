@@ -197,7 +197,7 @@ def soak(folder: Path, device: str, forwards: int) -> None:
                         program = traced(model, tokens)
                 call = draw.choice([model, exported[number], program or model])
                 damaged = draw.choice(list(attached.layers)) if draw.random() < 0.05 else None
-                weight = None if damaged is None else attached.layers[damaged]._weight.base
+                weight = None if damaged is None else attached.layers[damaged]._weight.bases[0]
                 if weight is not None:
                     weight.view(torch.int16)[0, 0] ^= 1
                 try:

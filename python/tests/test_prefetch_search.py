@@ -272,7 +272,7 @@ def a_base_is_freed_while_it_is_read(patch: pytest.MonkeyPatch) -> None:
 
     def unrecorded(weight: Any, stream: FakeStream, behind: FakeStream) -> None:
         begin_on(weight, stream, behind)
-        stream.world.recorded.pop(weight.base.data_ptr(), None)
+        stream.world.recorded.pop(weight.bases[0].data_ptr(), None)
 
     patch.setattr(_prefetch.DeviceWeight, "begin_on", unrecorded)
 

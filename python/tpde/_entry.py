@@ -11,10 +11,12 @@ class Entry(NamedTuple):
     name: str
     dtype: str
     shape: list[int]
-    #: ``"none"``, ``"same"`` or ``"prefix"``; ``"mixed"`` if some parts have a base.
+    #: ``"none"``, ``"same"``, ``"prefix"``, ``"cast"`` or ``"dequantised"``; ``"mixed"`` if some parts have a base.
     base_kind: str
     base_name: str
     changes: bool
+    #: Name, dtype and shape of the base tensor, and of the tensor of scales of a quantised base.
+    bases: list[tuple[str, str, list[int]]]
 
     @property
     def is_same(self) -> bool:

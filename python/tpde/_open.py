@@ -119,10 +119,10 @@ def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list
     """The base tensors of these entries that are in ``tensors``, without duplicates."""
     by_name: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
     for entry in entries:
-        value = tensors.get(entry.base_name)
-        if entry.base_kind != "none" and value is not None and entry.base_name not in by_name:
-            shape = entry.shape if entry.is_same else [*getattr(value, "shape", [])]
-            by_name[entry.base_name] = value, (entry.dtype, shape)
+        for name, dtype, shape in entry.bases:
+            value = tensors.get(name)
+            if value is not None and name not in by_name:
+                by_name[name] = value, (dtype, [*getattr(value, "shape", [])] if entry.base_kind == "prefix" else shape)
     values, expected = [value for value, _ in by_name.values()], [like for _, like in by_name.values()]
     return describe_each(list(by_name), values, expected, device=device)
 

@@ -307,7 +307,7 @@ class DeviceWeight(Weight):
         self,
         on_device: DevicePair,
         entry: Entry,
-        base: torch.Tensor | None,
+        base: list[torch.Tensor],
         payload: torch.Tensor,
         start: int,
         failures: Failures | None = None,
@@ -349,8 +349,8 @@ class DeviceWeight(Weight):
         """
         stream.wait_stream(behind)
         stream.wait_event(self.made)
-        for read in (self.base, self.payload):
-            if read is not None and read.device == self.torch_device:
+        for read in (*self.bases, self.payload):
+            if read.device == self.torch_device:
                 read.record_stream(stream)
 
     def rebuild(self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream) -> tuple[_tpde.Rebuild, torch.Tensor]:
@@ -360,7 +360,7 @@ class DeviceWeight(Weight):
         """
         output, base = self._unowned(self.memory(dense)), list(map(self._unowned, self.base_memory()))
         payload: Memory = ("", "U8", [part.numel()], part.data_ptr(), part.numel(), None)
-        plan = self.on_device._raw.plan(output, base[0] if base else None, self.start, payload)
+        plan = self.on_device._raw.plan(output, base, self.start, payload)
         memory = self.device.memory(plan.bytes(), "decoding a weight")
         for used in (memory, self.on_device._index):
             used.record_stream(stream)

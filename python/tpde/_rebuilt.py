@@ -41,10 +41,11 @@ class Weight:
     #: The device on which the operator uses the weight.
     torch_device = torch.device("cpu")
 
-    def __init__(self, pair: _tpde.Pair, entry: Entry, base: torch.Tensor | None, failures: Failures | None = None) -> None:
+    def __init__(self, pair: _tpde.Pair, entry: Entry, base: list[torch.Tensor], failures: Failures | None = None) -> None:
         self.pair = pair
         self.entry = entry
-        self.base = None if base is None else base.detach()
+        #: The base tensor, and the tensor of scales of a quantised base.
+        self.bases = [tensor.detach() for tensor in base]
         self.shape = tuple(entry.shape)
         self.dtype = dtype_of(entry.dtype)
         self.bytes = self.shape[0] * self.shape[1] * self.dtype.itemsize
@@ -90,11 +91,9 @@ class Weight:
         return scratch[: self.bytes].view(self.dtype).view(self.shape)
 
     def base_memory(self) -> list[Memory]:
-        """Describes the base tensor."""
-        if self.base is None:
-            return []
-        name, expected = self.entry.base_name, (self.entry.dtype, self.entry.shape)
-        return [describe(name, self.base, expected, device=self.base.device)]
+        """Describes the tensors of the base."""
+        given = zip(self.entry.bases, self.bases)
+        return [describe(name, base, (dtype, shape), device=base.device) for (name, dtype, shape), base in given]
 
     def check(self) -> None:
         """Decodes once, with all checks that the device has."""

@@ -179,7 +179,9 @@ def attach(
 
     Args:
         model: Has the base, under the names of the pair, in parameters and buffers on the CPU or a CUDA device. Tensors for which
-            the pair needs no base may be on the device ``meta``.
+            the pair needs no base, or a base of another name, may be on the device ``meta``. A base of another dtype (format 1.3)
+            stays as it is: FP8 weights with ``weight_scale_inv``, or MXFP4 ``weight_blocks`` and ``weight_scales`` beside a
+            ``weight`` on the device ``meta``, in parameters or buffers of the layer.
         pair: Name of the pair, or either file; or a :class:`tpde.torch.DevicePair`. For a CUDA device, encode it with
             ``codec="conditioned", chunk_lanes=65536``: one thread block decodes one chunk, and a layer should have hundreds.
             Capture a CUDA graph on a stream of high priority, ``torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1))``:
@@ -213,7 +215,9 @@ def attach(
         for names in sorted(named.groups, key=named.is_linear):
             entry = opened.entry(names)
             tensor = named.tensors[names[0]]
-            where = run_on or tensor.device
+            # A tensor whose base has another name may be on the device meta.
+            held = next(iter(opened.base_of(entry)), tensor) if entry and tensor.device.type == "meta" else tensor
+            where = run_on or held.device
             is_changed = entry is not None and (entry.changes or not entry.is_same)
             weight = None
             if entry is not None and is_changed and named.is_linear(names) and (only is None or any(map(only, names))):
@@ -322,18 +326,19 @@ class _OpenedPair:
         if not entries:
             return None
         entry, tensor = entries[0], self.model.tensors[names[0]]
-        if entry.base_kind != "prefix" and ([*tensor.shape] != entry.shape or tensor.dtype != dtype_of(entry.dtype)):
+        # The model has the tensor itself, or its base of another dtype under the same name.
+        dtype, shape = next(((dtype, shape) for name, dtype, shape in entry.bases if name == entry.name), (entry.dtype, entry.shape))
+        if entry.base_kind != "prefix" and ([*tensor.shape] != shape or tensor.dtype != dtype_of(dtype)):
             here = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise InvalidArgument(f"tensor {entry.name!r} is {here} here, and {entry.dtype} {tuple(entry.shape)} in the pair")
+            raise InvalidArgument(f"tensor {entry.name!r} is {here} here, and {dtype} {tuple(shape)} in the pair")
         return entry
 
-    def _base(self, entry: Entry) -> torch.Tensor | None:
-        if entry.base_kind == "none":
-            return None
-        base: torch.Tensor | None = self.model.tensors.get(entry.base_name)
-        if base is None:
-            raise InvalidArgument(f"tensor {entry.name!r} has the base {entry.base_name!r}, which is not in the model")
-        return base
+    def base_of(self, entry: Entry) -> list[torch.Tensor]:
+        """The base tensor, and the tensor of scales of a quantised base."""
+        missing = [name for name, _, _ in entry.bases if name not in self.model.tensors]
+        if missing:
+            raise InvalidArgument(f"tensor {entry.name!r} has the base {missing[0]!r}, which is not in the model")
+        return [self.model.tensors[name] for name, _, _ in entry.bases]
 
     def on_device(self, device: torch.device) -> DevicePair:
         """The pair on a device."""
@@ -347,7 +352,7 @@ class _OpenedPair:
 
     def weight(self, entry: Entry, device: torch.device) -> HostWeight | DeviceWeight | None:
         """The weight, if it can be rebuilt just in time."""
-        base = self._base(entry)
+        base = self.base_of(entry)
         if entry.base_kind == "prefix":
             return None
         if device.type == "cpu":
@@ -358,8 +363,8 @@ class _OpenedPair:
         span = on_device._raw.payloads(entry.name)
         if span is None:
             return None
-        if base is not None and base.device.type == "cpu" and not base.is_pinned():
-            base = base.detach().pin_memory()
+        on_host = [tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in base]
+        base = [tensor.detach().pin_memory() if pinned else tensor for tensor, pinned in zip(base, on_host)]
         start, end = span
         if on_device._blob is not None:
             return DeviceWeight(on_device, entry, base, on_device._blob, 0, self.failures)
@@ -372,9 +377,10 @@ class _OpenedPair:
 
     def rebuilt(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """The tensor of the target."""
-        base = self._base(entry)
-        tensors: Mapping[str, torch.Tensor] | None = None if base is None else {entry.base_name: base.detach()}
-        is_there = base is None or base.device == device
+        base = self.base_of(entry)
+        named = {name: tensor.detach() for (name, _, _), tensor in zip(entry.bases, base)}
+        tensors: Mapping[str, torch.Tensor] | None = named or None
+        is_there = all(tensor.device == device for tensor in base)
         pair: Any = self.on_device(device) if device.type == "cuda" and is_there else self.source
         tensor: torch.Tensor = Reader(pair, tensors, "pt", device).read([entry.name])[entry.name]
         return tensor

@@ -33,8 +33,25 @@ pub(super) struct TensorRows {
     pub output_pitch: u64,
 }
 
+/// How the base lanes of a tensor are formed: `TensorForm` of `format.cuh`.
+#[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
+#[repr(C)]
+pub(super) struct TensorForm {
+    pub scales: u64,
+    pub scales_row: u64,
+    pub scales_pitch: u64,
+    pub columns: u64,
+    pub depth: u64,
+    pub base_dtype: u16,
+    pub form: u8,
+    pub reserved: [u8; 5],
+}
+
 /// Bit of [`DeviceTensor::codec`]: only the kernels for strided tensors decode the tensor.
 pub(super) const STRIDED_TENSOR: u16 = 0x8000;
+
+/// Bit of [`DeviceTensor::codec`]: only the kernels for derived bases decode the tensor.
+pub(super) const DERIVED_TENSOR: u16 = 0x4000;
 
 /// Size of the row, and its pitch, of memory without gaps.
 pub(super) const ENDLESS_ROW: u64 = 1 << 62;
@@ -61,6 +78,7 @@ pub(super) struct Launch {
     pub scratch_slot_bytes: u32,
     pub digests: u64,
     pub rows: u64,
+    pub forms: u64,
 }
 
 /// Modes of a launch.
@@ -285,6 +303,7 @@ const fn is_at(text: &[u8], at: usize, part: &[u8]) -> bool {
 mod tests {
     use super::*;
     use crate::codec::Codec;
+    use crate::derived::BaseForm;
     use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
     use crate::lane::Dtype;
     use std::collections::BTreeMap;
@@ -351,9 +370,10 @@ mod tests {
                 base, output, lanes, base_lanes, first_chunk, tables, dtype, codec, lane_log2, chunk_lanes_log2, reserved,
             }
             TensorRows { base_row, base_pitch, output_row, output_pitch }
+            TensorForm { scales, scales_row, scales_pitch, columns, depth, base_dtype, form, reserved }
             Launch {
                 chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
-                scratch_slots, scratch_slot_bytes, digests, rows,
+                scratch_slots, scratch_slot_bytes, digests, rows, forms,
             }
         };
         assert_eq!(BTreeMap::from(ours), layouts(FORMAT));
@@ -393,7 +413,7 @@ mod tests {
             layouts.iter().filter(|(key, _)| is_its(key)).map(|(key, at)| (key.clone(), *at)).collect()
         };
         // Structs that only the host passes to kernels are not in the specification.
-        let of_launches = ["DeviceTensor", "TensorRows", "Launch"];
+        let of_launches = ["DeviceTensor", "TensorRows", "TensorForm", "Launch"];
         let shared: Vec<_> = kernels.keys().filter(|key| !key.contains('.') && !of_launches.contains(&&***key)).collect();
         assert_eq!(shared, ["ChunkMetadata", "ChunkSums", "ConditionedHeader"]);
         for name in shared {
@@ -422,6 +442,9 @@ mod tests {
         for codec in Codec::ALL {
             ours.insert(format!("CODEC_{}", codec.name().to_uppercase()), u32::from(codec.code()));
         }
+        for form in BaseForm::ALL {
+            ours.insert(format!("FORM_{}", form.name().to_uppercase()), u32::from(form.code()));
+        }
         for (name, value) in [
             ("MODE_DRY", mode::DRY),
             ("MODE_OUT_OF_PLACE", mode::OUT_OF_PLACE),
@@ -440,7 +463,8 @@ mod tests {
         assert!(FORMAT.contains("#define TPDE_NO_TABLES 0xFFFFFFFFu"));
         assert_eq!(NO_TABLES, 0xFFFF_FFFF);
         assert!(FORMAT.contains("#define TPDE_STRIDED_TENSOR 0x8000u") && FORMAT.contains("#define TPDE_ENDLESS_ROW (1ull << 62)"));
-        assert_eq!((STRIDED_TENSOR, ENDLESS_ROW), (0x8000, 1 << 62));
+        assert!(FORMAT.contains("#define TPDE_DERIVED_TENSOR 0x4000u"));
+        assert_eq!((STRIDED_TENSOR, DERIVED_TENSOR, ENDLESS_ROW), (0x8000, 0x4000, 1 << 62));
         assert!(FORMAT.contains("((((u64)(slots) * 4) + 255) / 256 * 256)"));
         assert!(FORMAT.contains("#define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)\n"));
         assert!(FORMAT.contains("#define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))\n"));

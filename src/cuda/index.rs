@@ -1,9 +1,10 @@
 //! An index on a device.
 
 use super::abi::{self, DeviceTensor, NO_TABLES};
+use super::derived::DerivedOnDevice;
 use super::nvcomp::{Nvcomp, Trusted};
 use super::runtime::device::Device;
-use super::runtime::kernels::Decoder;
+use super::runtime::kernels::{Decoder, Variant};
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use crate::codec::{Codec, TableSet};
@@ -76,6 +77,8 @@ pub(super) struct TensorOnDevice {
     pub base_bytes: u64,
     pub chunk_count: u32,
     pub digests: TensorDigests,
+    /// The tensors from which the base lanes are formed, if the base is derived.
+    pub derived: Option<DerivedOnDevice>,
     /// The kernels' struct, without pointers.
     pub device: DeviceTensor,
 }
@@ -146,7 +149,7 @@ impl DeviceIndex {
         }
         if tensors.iter().any(|tensor| tensor.codec == Codec::Conditioned && tensor.device.base_lanes < tensor.device.lanes) {
             // The kernel is compiled here, because a launch must be quick and may be captured.
-            inner.kernels.decoder(&inner.context, Decoder::WithoutBase, false)?;
+            inner.kernels.decoder(&inner.context, Decoder::WithoutBase, Variant::Plain)?;
         }
         let cx = inner.context.enter()?;
         let memory = match memory {
@@ -364,6 +367,7 @@ fn on_device(tensor: &Tensor<'_>, table_set: Option<usize>, starts: &[u32]) -> T
         base_bytes: tensor.base_bytes(),
         chunk_count: tensor.chunk_count,
         digests: *tensor.digests,
+        derived: tensor.derived.map(|derived| DerivedOnDevice::new(derived, tensor.whole_shape(), &tensor.rectangle())),
         device: DeviceTensor {
             base: 0,
             output: 0,

@@ -47,6 +47,7 @@ mod abi;
 mod accelerator;
 mod application;
 mod checkpoint;
+mod derived;
 mod encode;
 mod hashes;
 mod index;

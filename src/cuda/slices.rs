@@ -1,5 +1,6 @@
 //! Slices of tensors on a device: what a rank of a distributed job holds, bound to the entries of a pair.
 
+use super::derived::SourceTensor;
 use super::index::{DeviceIndex, TensorOnDevice};
 use super::plan::binding::Binding;
 use super::rows::Rows;
@@ -75,7 +76,8 @@ impl<'a> TensorSlice<'a> {
     }
 
     /// Binds the entries of which slices consist, to be rebuilt from slices of the base. A slice of the base has the name of the
-    /// base tensor, and may hold more than is needed.
+    /// base tensor, and may hold more than is needed. Of a derived base, it holds elements of the tensor of another dtype; a
+    /// quantised base also needs a slice of its tensor of scales.
     ///
     /// # Errors
     /// As [`TensorSlice::in_place`]; [`Error::InvalidArgument`] if the base lacks a tensor, and [`Error::NotHeld`] if it lacks
@@ -151,8 +153,15 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
             let (output, output_rows) = slice.memory_of(tensor.dtype, &tensor.rectangle)?;
             let mut binding = Binding { output_rows, ..Binding::in_place(i, output) };
             if base.is_some() && tensor.base_kind != BaseKind::None && tensor.base_bytes > 0 {
-                let (memory, rows) = base_of(tensor, bases.get(tensor.base_name.as_str()), slice)?;
+                let (memory, rows) = match &tensor.derived {
+                    Some(derived) => source_of(tensor, &tensor.base_name, &derived.base, &bases, slice)?,
+                    None => source_of(tensor, &tensor.base_name, &plain_base(tensor), &bases, slice)?,
+                };
                 (binding.base, binding.base_rows) = (Some(memory), rows);
+                if let Some((name, scales)) = tensor.derived.as_ref().and_then(|derived| derived.scales.as_ref()) {
+                    let (memory, rows) = source_of(tensor, name, scales, &bases, slice)?;
+                    binding = binding.scales(memory, rows);
+                }
             }
             bindings.push(binding);
         }
@@ -160,19 +169,27 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
     Ok(bindings)
 }
 
-/// Returns the memory of the base of an entry.
-fn base_of(
+/// Returns the elements of a base that is not derived.
+fn plain_base(tensor: &TensorOnDevice) -> SourceTensor {
+    let shape = tensor.base_shape.clone().unwrap_or_default();
+    let rectangle = if tensor.is_whole() { Rectangle::whole(&shape) } else { tensor.rectangle.clone() };
+    SourceTensor { dtype: tensor.dtype, shape, rectangle }
+}
+
+/// Returns the memory of a tensor of the base, of which an entry needs these elements.
+fn source_of(
     tensor: &TensorOnDevice,
-    slices: Option<&Vec<&TensorSlice<'_>>>,
+    name: &str,
+    source: &SourceTensor,
+    bases: &HashMap<&str, Vec<&TensorSlice<'_>>>,
     output: &TensorSlice<'_>,
 ) -> Result<(DeviceSlice, Option<Rows>)> {
-    let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(&tensor.base_name)));
-    let shape = tensor.base_shape.as_deref().ok_or_else(missing)?;
-    let rectangle = if tensor.is_whole() { Rectangle::whole(shape) } else { tensor.rectangle.clone() };
-    for slice in slices.ok_or_else(missing)? {
-        slice.check(tensor.dtype, shape)?;
-        if slice.rectangle.intersection(&rectangle).is_some_and(|common| common == rectangle) {
-            return slice.memory_of(tensor.dtype, &rectangle);
+    let SourceTensor { dtype, shape, rectangle } = source;
+    let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(name)));
+    for slice in bases.get(name).ok_or_else(missing)? {
+        slice.check(*dtype, shape)?;
+        if slice.rectangle.intersection(rectangle).is_some_and(|common| common == *rectangle) {
+            return slice.memory_of(*dtype, rectangle);
         }
     }
     Err(not_held(tensor, "the base", output))

@@ -10,7 +10,7 @@ use crate::cuda::plan::payloads::{Mode, Payloads};
 use crate::cuda::plan::schedule::{Group, Run, Slice, Staged};
 use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
-use crate::cuda::runtime::kernels::Decoder;
+use crate::cuda::runtime::kernels::{Decoder, Variant};
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
 use crate::error::{Error, Result};
@@ -237,8 +237,8 @@ impl Launcher<'_> {
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
-        let Prepared { tensors, rows, order, .. } = *self.prepared;
-        self.launch_runs(&slice.runs, Table { tensors, rows, order }, stream, blob, mode)
+        let Prepared { tensors, rows, forms, order, .. } = *self.prepared;
+        self.launch_runs(&slice.runs, Table { tensors, rows, forms, order }, stream, blob, mode)
     }
 
     fn launch_runs(&self, runs: &[Run], table: Table, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
@@ -268,15 +268,16 @@ impl Launcher<'_> {
                 scratch_slot_bytes: scratch.map_or(0, |s| s.slot_bytes),
                 digests: self.refused(),
                 rows: table.rows,
+                forms: table.forms,
             };
             let shared = match run.group.decoder() {
                 Decoder::Conditioned => abi::CONDITIONED_SHARED + index.uploaded.table_bytes,
                 Decoder::WithoutBase => abi::WITHOUT_BASE_SHARED + index.uploaded.table_bytes,
                 Decoder::Raw => abi::RAW_SHARED,
             };
-            for is_strided in [false, true].into_iter().filter(|&is_strided| run.has[usize::from(is_strided)]) {
-                let kernel = device.kernels.decoder(&device.context, run.group.decoder(), is_strided)?.with_shared(shared);
-                // SAFETY: records, sums, tensors, rows and tables come from a validated index and are on the device. Memory
+            for variant in Variant::ALL.into_iter().filter(|&variant| run.has[variant as usize]) {
+                let kernel = device.kernels.decoder(&device.context, run.group.decoder(), variant)?.with_shared(shared);
+                // SAFETY: records, sums, tensors, rows, forms and tables come from a validated index and are on the device. Memory
                 // lengths were compared with them; payloads are where the records say. All of it is held until the stream has
                 // completed.
                 unsafe { kernel.launch(self.cx, stream, launch.count, &launch)? };

@@ -49,8 +49,8 @@ impl<'a> Application<'a> {
     /// Prepares a planned application in memory of this crate.
     ///
     /// Cost: a few allocations and one small copy. The call waits for no stream. Device memory: 8 bytes per chunk, and 48 bytes
-    /// per tensor, or 80 if some have gaps between rows. The first application of a device with such tensors compiles their
-    /// kernels. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds the lists of changes, up to 48 MiB.
+    /// per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases. The first application of a device
+    /// with such tensors compiles their kernels. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds the lists of changes, up to 48 MiB.
     /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk) adds scratch memory once per device.
     ///
     /// # Errors
@@ -73,8 +73,8 @@ impl<'a> Application<'a> {
     }
 
     /// Binds the same tensors to other memory, for later launches. Returns false and changes nothing if the set of tensors that
-    /// share memory differs, or if a tensor has gaps between rows that had none before, or the reverse. That requires a new
-    /// application.
+    /// share memory differs, or if a tensor needs other kernels: it has gaps between rows that had none before, or the reverse.
+    /// That requires a new application.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] as [`ApplyPlan::new`], or if a [`Pending`] or [`Captured`] of an earlier launch still exists.
@@ -85,7 +85,7 @@ impl<'a> Application<'a> {
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
-        let kernels_of = |bindings: &[Binding]| bindings.iter().map(|one| (one.tensor, one.is_strided())).collect::<Vec<_>>();
+        let kernels_of = |bindings: &[Binding]| bindings.iter().map(|one| (one.tensor, one.variant)).collect::<Vec<_>>();
         if kernels_of(&bindings) != kernels_of(&prepared.bindings) {
             return Ok(false);
         }

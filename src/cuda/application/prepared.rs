@@ -5,15 +5,16 @@ use super::frames::Frames;
 use super::targets::DeviceTargets;
 use crate::apply::InPlace;
 use crate::codec::Codec;
-use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorRows};
+use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorForm, TensorRows};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::binding::Binding;
 use crate::cuda::plan::payloads::Mode;
 use crate::cuda::plan::schedule::Schedule;
 use crate::cuda::plan::targets::Targets;
-use crate::cuda::plan::{ApplyPlan, SIDES, table_bytes, tensor_range, tensor_table};
+use crate::cuda::plan::{ApplyPlan, SIDES, table_bytes, table_offsets, tensor_range, tensor_table};
 use crate::cuda::runtime::copies;
 use crate::cuda::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
+use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
 use crate::error::{Error, Result};
@@ -46,8 +47,10 @@ pub(super) struct Prepared {
     /// Whether all memory belongs to the caller.
     pub in_caller_memory: bool,
     pub tensors: u64,
-    /// Rows of the tensors, if some are strided, else 0.
+    /// Rows of the tensors, if some are not [`Variant::Plain`], else 0.
     pub rows: u64,
+    /// How base lanes are formed, if some bases are derived, else 0.
+    pub forms: u64,
     pub order: u64,
     pub records: u64,
     pub statuses: u64,
@@ -85,9 +88,11 @@ impl Prepared {
         let mut table = tensor_table(index, bindings, mode)?;
         let hash = plan.targets().map(|_| device.kernels.hash(&device.context)).transpose()?;
 
-        for run in schedule.slices.iter().flat_map(|slice| &slice.runs).filter(|run| run.has[1]) {
-            // The kernel is compiled here, because a launch must be quick and may be captured.
-            device.kernels.decoder(&device.context, run.group.decoder(), true)?;
+        for run in schedule.slices.iter().flat_map(|slice| &slice.runs) {
+            // Kernels are compiled here, because a launch must be quick and may be captured.
+            for variant in Variant::ALL.into_iter().filter(|&variant| run.has[variant as usize]) {
+                device.kernels.decoder(&device.context, run.group.decoder(), variant)?;
+            }
         }
         let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
@@ -150,11 +155,9 @@ impl Prepared {
             false => from_zero(offsets.records, first_chunk, size_of::<ChunkMetadata>()),
         };
         let (tensors, order) = (from_zero(offsets.table, first, size_of::<DeviceTensor>()), at(offsets.order));
-        let tensor_bytes = (size_of::<DeviceTensor>() * tensor_range(bindings).len()) as u64;
-        let rows = match bindings.iter().any(Binding::is_strided) {
-            true => from_zero(offsets.table + tensor_bytes, first, size_of::<TensorRows>()),
-            false => 0,
-        };
+        let (rows_at, forms_at, _) = table_offsets(bindings);
+        let rows = rows_at.map_or(0, |rows| from_zero(offsets.table + rows, first, size_of::<TensorRows>()));
+        let forms = forms_at.map_or(0, |forms| from_zero(offsets.table + forms, first, size_of::<TensorForm>()));
         let (statuses, flag) = (from_zero(offsets.statuses, first_chunk, 4), at(offsets.flag));
         let staging = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
         let mut digests = digest_plan
@@ -165,7 +168,7 @@ impl Prepared {
         }
         let table_at = at(offsets.table) + table_bytes(bindings);
         let targets = hash.zip(plan.targets()).map(|(hash, targets)| {
-            DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), bindings.iter().any(Binding::is_strided))
+            DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), rows_at.is_some())
         });
         // Taken last, so that an earlier error leaks no stream.
         let sides = match schedule.slices.len() {
@@ -203,6 +206,7 @@ impl Prepared {
             in_caller_memory,
             tensors,
             rows,
+            forms,
             order,
             records,
             statuses,

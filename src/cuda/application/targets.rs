@@ -24,6 +24,8 @@ pub(super) struct DeviceTargets {
 pub(super) struct Table {
     pub tensors: u64,
     pub rows: u64,
+    /// 0 in batches: a derived base is applied out of place.
+    pub forms: u64,
     pub order: u64,
 }
 
@@ -61,6 +63,7 @@ impl DeviceTargets {
         Table {
             tensors: from_zero(self.tensors, size_of::<DeviceTensor>()),
             rows: if self.rows == 0 { 0 } else { from_zero(self.rows, size_of::<TensorRows>()) },
+            forms: 0,
             order: self.order,
         }
     }

@@ -1,7 +1,9 @@
 //! Bindings of tensors to memory, and the checks of lengths, alignment and overlaps.
 
+use crate::cuda::abi::{DERIVED_TENSOR, DeviceTensor, STRIDED_TENSOR};
 use crate::cuda::index::{TensorOnDevice, tensor_at};
 use crate::cuda::rows::Rows;
+use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
@@ -15,7 +17,8 @@ use crate::slice::Span;
 pub struct Binding {
     /// Index of the entry in the pair; see [`DeviceIndex::find`](crate::cuda::DeviceIndex::find).
     pub tensor: usize,
-    /// The base tensor. `None` in place, and for base kinds without a base.
+    /// The base tensor. `None` in place, and for base kinds without a base. Of a derived base, the tensor of another dtype from
+    /// which base lanes are formed, unless [`formed`](Self#structfield.formed) is set.
     pub base: Option<DeviceSlice>,
     /// The memory of the target. In place it holds the base before the application.
     pub output: DeviceSlice,
@@ -24,12 +27,21 @@ pub struct Binding {
     pub base_rows: Option<Rows>,
     /// Rows of the output, as for the base.
     pub output_rows: Option<Rows>,
+    /// The tensor of scales of a quantised base, base kind `dequantised`.
+    pub scales: Option<DeviceSlice>,
+    /// Rows of the scales, as for the base.
+    pub scales_rows: Option<Rows>,
+    /// Whether `base` has the lanes of a derived base as they are formed, in the dtype of the target.
+    pub formed: bool,
+    /// The kernels for the tensor. Set by [`check`].
+    pub(in crate::cuda) variant: Variant,
 }
 
 impl Binding {
     /// Binds a tensor that is rebuilt from `base` in `output`.
     pub fn out_of_place(tensor: usize, base: Option<DeviceSlice>, output: DeviceSlice) -> Self {
-        Self { tensor, base, output, base_rows: None, output_rows: None }
+        let (base_rows, output_rows, scales, scales_rows) = (None, None, None, None);
+        Self { tensor, base, output, base_rows, output_rows, scales, scales_rows, formed: false, variant: Variant::Plain }
     }
 
     /// Binds a tensor that is changed in place.
@@ -51,9 +63,33 @@ impl Binding {
         self
     }
 
-    /// Whether base or output has gaps, after [`check`].
-    pub(in crate::cuda) fn is_strided(&self) -> bool {
-        self.base_rows.is_some() || self.output_rows.is_some()
+    /// Sets [`scales`](Self#structfield.scales) and [`scales_rows`](Self#structfield.scales_rows).
+    #[must_use]
+    pub fn scales(mut self, scales: DeviceSlice, rows: Option<Rows>) -> Self {
+        (self.scales, self.scales_rows) = (Some(scales), rows);
+        self
+    }
+
+    /// Sets [`formed`](Self#structfield.formed).
+    #[must_use]
+    pub fn formed(self) -> Self {
+        Self { formed: true, ..self }
+    }
+
+    /// The codec in the kernels' table: with the bit of the kernels for this binding.
+    pub(in crate::cuda) fn codec(&self, tensor: &DeviceTensor) -> u16 {
+        tensor.codec
+            | match self.variant {
+                Variant::Plain => 0,
+                Variant::Strided => STRIDED_TENSOR,
+                Variant::Derived => DERIVED_TENSOR,
+            }
+    }
+
+    /// The memory that is read out of place, with its rows.
+    fn sources(&self) -> impl Iterator<Item = (&DeviceSlice, Option<Rows>)> {
+        let base = self.base.iter().map(|base| (base, self.base_rows));
+        base.chain(self.scales.iter().map(|scales| (scales, self.scales_rows)))
     }
 
     fn span(&self) -> Span {
@@ -114,16 +150,20 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
     Ok(kept)
 }
 
-/// Address, size and rows of base and output.
-fn memory_of(binding: &Binding) -> [Option<(u64, u64, Option<Rows>)>; 2] {
-    let memory = |slice: &DeviceSlice, rows| (slice.address(), slice.bytes(), rows);
-    [binding.base.as_ref().map(|base| memory(base, binding.base_rows)), Some(memory(&binding.output, binding.output_rows))]
+/// Address, size and rows of output, base and scales.
+fn memory_of(binding: &Binding) -> Vec<(u64, u64, Option<Rows>)> {
+    let all = std::iter::once((&binding.output, binding.output_rows)).chain(binding.sources());
+    all.map(|(slice, rows)| (slice.address(), slice.bytes(), rows)).collect()
 }
 
-/// Checks memory for a tensor, and removes rows without gaps between them.
-fn check_memory(tensor: &TensorOnDevice, what: &str, memory: &DeviceSlice, rows: &mut Option<Rows>, bytes: u64) -> Result<()> {
-    let name = Escaped(&tensor.name);
-    let lane = 1u64 << tensor.device.lane_log2;
+/// Checks memory for `bytes` bytes of lanes of `lane` bytes, and removes rows without gaps between them.
+fn check_memory(
+    name: &Escaped<'_>,
+    what: &str,
+    memory: &DeviceSlice,
+    rows: &mut Option<Rows>,
+    (bytes, lane): (u64, u64),
+) -> Result<()> {
     let mut expected = bytes;
     if let Some(Rows { bytes: row, pitch }) = rows.filter(|_| bytes > 0) {
         if row == 0 || !bytes.is_multiple_of(row) || pitch < row || !row.is_multiple_of(lane) || !pitch.is_multiple_of(lane) {
@@ -152,32 +192,53 @@ fn check_memory(tensor: &TensorOnDevice, what: &str, memory: &DeviceSlice, rows:
 
 fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool) -> Result<()> {
     let name = Escaped(&tensor.name);
-    check_memory(tensor, "the memory", &binding.output, &mut binding.output_rows, tensor.bytes)?;
+    let lane = 1 << tensor.device.lane_log2;
+    check_memory(&name, "the memory", &binding.output, &mut binding.output_rows, (tensor.bytes, lane))?;
+    let derived = tensor.derived.as_ref().filter(|_| !binding.formed && !in_place && tensor.base_bytes > 0);
+    let scales = derived.and_then(|derived| derived.scales.as_ref());
+    if scales.is_none() {
+        (binding.scales, binding.scales_rows) = (None, None);
+    }
     if in_place {
         if binding.base.is_some() {
             return Err(Error::InvalidArgument(format!("tensor {name} is changed in place, so its binding cannot have a base")));
         }
         binding.base_rows = None;
         let reason = match tensor.base_kind {
-            BaseKind::None | BaseKind::Same => return Ok(()),
+            BaseKind::None | BaseKind::Same => {
+                binding.variant = if binding.output_rows.is_some() { Variant::Strided } else { Variant::Plain };
+                return Ok(());
+            }
             BaseKind::Prefix => "changes its number of rows",
             BaseKind::Cast | BaseKind::Dequantised => "has a base of another dtype",
         };
         return Err(Error::InvalidArgument(format!("tensor {name} {reason}, which cannot be done in place")));
     }
     match (&binding.base, tensor.base_kind) {
-        (_, BaseKind::None) => {
-            binding.base_rows = None;
-            Ok(())
+        (_, BaseKind::None) => binding.base_rows = None,
+        (Some(base), _) => {
+            let (what, bytes, lane) = match derived {
+                Some(derived) => ("the base", derived.base.bytes(), derived.base.dtype.lane_bytes() as u64),
+                None if tensor.derived.is_some() => ("the memory of formed base lanes", tensor.base_bytes, lane),
+                None => ("the base", tensor.base_bytes, lane),
+            };
+            check_memory(&name, what, base, &mut binding.base_rows, (bytes, lane))?;
         }
-        (Some(base), kind) => {
-            // Kernels read base lanes of the target's dtype. `Apply::on` forms them on the processor.
-            let what = if kind.is_derived() { "the memory of formed base lanes" } else { "the base" };
-            check_memory(tensor, what, base, &mut binding.base_rows, tensor.base_bytes)
-        }
-        (None, _) if tensor.base_bytes == 0 => Ok(()),
-        (None, _) => Err(Error::InvalidArgument(format!("the binding of tensor {name} has no base"))),
+        (None, _) if tensor.base_bytes == 0 => {}
+        (None, _) => return Err(Error::InvalidArgument(format!("the binding of tensor {name} has no base"))),
     }
+    if let Some((_, scales)) = scales {
+        let missing = || Error::InvalidArgument(format!("the binding of tensor {name} has no scales"));
+        let memory = binding.scales.as_ref().ok_or_else(missing)?;
+        let bytes = (scales.bytes(), scales.dtype.lane_bytes() as u64);
+        check_memory(&name, "the memory of scales", memory, &mut binding.scales_rows, bytes)?;
+    }
+    binding.variant = match (derived, binding.base_rows, binding.output_rows) {
+        (Some(_), ..) => Variant::Derived,
+        (None, None, None) => Variant::Plain,
+        _ => Variant::Strided,
+    };
+    Ok(())
 }
 
 /// Checks that no output overlaps a base, out of place: blocks read bases while other blocks write outputs. `outputs` are sorted
@@ -193,14 +254,16 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
         })
         .collect();
     for binding in outputs.iter().chain(empty) {
-        let Some(base) = binding.base.as_ref().filter(|base| base.bytes() > 0) else { continue };
         if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
             continue;
         }
-        let base = span_of(base, binding.base_rows);
-        let first = ends.partition_point(|&end| end <= base.start());
-        let after = spans.partition_point(|span| span.start() < base.end());
-        let Some(i) = (first..after).find(|&i| spans[i].overlaps(&base)) else { continue };
+        let overlapped = binding.sources().filter(|(memory, _)| memory.bytes() > 0).find_map(|(memory, rows)| {
+            let base = span_of(memory, rows);
+            let first = ends.partition_point(|&end| end <= base.start());
+            let after = spans.partition_point(|span| span.start() < base.end());
+            (first..after).find(|&i| spans[i].overlaps(&base))
+        });
+        let Some(i) = overlapped else { continue };
         let name = Escaped(&tensor_at(tensors, binding.tensor)?.name);
         let other = Escaped(&tensor_at(tensors, outputs[i].tensor)?.name);
         return Err(Error::InvalidArgument(format!(

@@ -11,10 +11,11 @@ use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
 use self::schedule::Schedule;
 use self::targets::Targets;
-use super::abi::{self, DeviceTensor, STRIDED_TENSOR, TensorRows};
+use super::abi::{self, DeviceTensor, TensorForm, TensorRows};
 use super::index::{DeviceIndex, PayloadDigestSource};
 use super::rows::tensor_rows;
 use super::runtime::inner::Inner;
+use super::runtime::kernels::Variant;
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::DeviceSlice;
 use super::runtime::scratch::Scratch;
@@ -143,9 +144,8 @@ impl<'a> ApplyPlan<'a> {
     }
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
-    /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, the payloads if they are copied, and in
-    /// place the lists of changes, up to
-    /// `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
+    /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases, the
+    /// payloads if they are copied, and in place the lists of changes, up to `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
     /// root, and 16 to 70 per 32 KiB of a payload. Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the
     /// targets. With [`InPlace::AllChecked`] it also adds the targets, up to 128 MiB, or one chunk if that is larger.
     pub fn bytes(&self) -> u64 {
@@ -289,7 +289,7 @@ impl<'a> ApplyPlan<'a> {
 
 /// Checks that the memory of all tensors belongs to this device.
 pub(super) fn check_devices(device: &Arc<Inner>, tensors: &[Binding]) -> Result<()> {
-    let mut memory = tensors.iter().flat_map(|binding| binding.base.iter().chain([&binding.output]));
+    let mut memory = tensors.iter().flat_map(|binding| binding.base.iter().chain(&binding.scales).chain([&binding.output]));
     memory.try_for_each(|memory| memory.check_device(device))
 }
 
@@ -301,30 +301,51 @@ pub(super) fn tensor_range(bindings: &[Binding]) -> std::ops::Range<usize> {
     }
 }
 
-/// Size of the application's tensor table in bytes.
-pub(super) fn table_bytes(bindings: &[Binding]) -> u64 {
-    let rows = if bindings.iter().any(Binding::is_strided) { size_of::<TensorRows>() } else { 0 };
-    (tensor_range(bindings).len() * (size_of::<DeviceTensor>() + rows)) as u64
+/// Returns the offsets of rows and forms in the application's tensor table, if some tensors have them, and its size.
+pub(super) fn table_offsets(bindings: &[Binding]) -> (Option<u64>, Option<u64>, u64) {
+    let count = tensor_range(bindings).len();
+    let (mut rows, mut forms, mut end) = (None, None, count * size_of::<DeviceTensor>());
+    if bindings.iter().any(|binding| binding.variant != Variant::Plain) {
+        rows = Some(end as u64);
+        end += count * size_of::<TensorRows>();
+    }
+    if bindings.iter().any(|binding| binding.variant == Variant::Derived) {
+        forms = Some(end as u64);
+        end += count * size_of::<TensorForm>();
+    }
+    (rows, forms, end as u64)
 }
 
-/// Returns the application's tensor table, as kernels read it: the tensors, and behind them their rows if some are strided.
+/// Size of the application's tensor table in bytes.
+pub(super) fn table_bytes(bindings: &[Binding]) -> u64 {
+    table_offsets(bindings).2
+}
+
+/// Returns the application's tensor table, as kernels read it: the tensors, and behind them rows and forms, if some tensors
+/// have them.
 pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode) -> Result<Vec<u8>> {
     let range = tensor_range(bindings);
     let mut table = vec![DeviceTensor::default(); range.len()];
     let mut rows = vec![tensor_rows(None, None); range.len()];
+    let mut forms = vec![TensorForm::default(); range.len()];
     for binding in bindings {
-        let tensor = &index.tensor(binding.tensor)?.device;
+        let tensor = index.tensor(binding.tensor)?;
         let output = binding.output.address();
         let (base, base_rows) = match mode {
             Mode::OutOfPlace => (binding.base.as_ref().map_or(0, DeviceSlice::address), binding.base_rows),
             Mode::InPlace(_) => (output, binding.output_rows),
         };
-        let codec = if binding.is_strided() { tensor.codec | STRIDED_TENSOR } else { tensor.codec };
-        table[binding.tensor - range.start] = DeviceTensor { base, output, codec, ..*tensor };
+        let codec = binding.codec(&tensor.device);
+        table[binding.tensor - range.start] = DeviceTensor { base, output, codec, ..tensor.device };
+        if let Some(derived) = &tensor.derived {
+            let scales = binding.scales.as_ref().map_or(0, DeviceSlice::address);
+            forms[binding.tensor - range.start] = derived.form_of(scales, binding.scales_rows);
+        }
         rows[binding.tensor - range.start] = tensor_rows(base_rows, binding.output_rows);
     }
     let mut bytes = table.as_bytes().to_vec();
-    bytes.extend_from_slice(rows.as_bytes());
-    bytes.truncate(table_bytes(bindings) as usize);
+    let (rows_at, forms_at, _) = table_offsets(bindings);
+    rows_at.into_iter().for_each(|_| bytes.extend_from_slice(rows.as_bytes()));
+    forms_at.into_iter().for_each(|_| bytes.extend_from_slice(forms.as_bytes()));
     Ok(bytes)
 }

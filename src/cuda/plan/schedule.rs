@@ -3,7 +3,7 @@
 use super::binding::Binding;
 use crate::codec::{Codec, raw_size};
 use crate::cuda::index::{DeviceIndex, TensorOnDevice};
-use crate::cuda::runtime::kernels::Decoder;
+use crate::cuda::runtime::kernels::{Decoder, Variant};
 use crate::error::{Error, Escaped, Result};
 use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
@@ -40,7 +40,7 @@ struct Job {
     chunk: u32,
     tensor: u32,
     group: Group,
-    is_strided: bool,
+    variant: Variant,
 }
 
 /// Chunks of one group: a range of [`Schedule::order`].
@@ -48,9 +48,9 @@ struct Job {
 pub(in crate::cuda) struct Run {
     pub group: Group,
     pub order: Range<usize>,
-    /// Whether it has chunks of tensors without gaps, and of strided tensors. They have kernels of their own. Only a run of
-    /// [`Group::Frames`] may have both.
-    pub has: [bool; 2],
+    /// Whether it has chunks of tensors of each [`Variant`], which have kernels of their own. Only a run of [`Group::Frames`]
+    /// may have several.
+    pub has: [bool; 3],
 }
 
 /// Chunks whose payloads are copied together, before their launches.
@@ -123,11 +123,11 @@ impl Schedule {
                     "tensor {name} has codec zstd, which the processor expands: pass the blob in host memory"
                 )));
             }
-            let is_strided = binding.is_strided();
+            let variant = binding.variant;
             jobs.extend(tensor.chunks().map(|chunk| {
                 let has_no_base = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
                 let group = if has_no_base { Group::WithoutBase } else { group };
-                Job { chunk, tensor: binding.tensor as u32, group, is_strided }
+                Job { chunk, tensor: binding.tensor as u32, group, variant }
             }));
         }
         if let (Some(first), Some(last)) = (jobs.first(), jobs.last()) {
@@ -189,23 +189,23 @@ impl Schedule {
 
     fn add_slice(&mut self, index: &DeviceIndex, jobs: &[Job], staged: Range<usize>) -> Result<()> {
         let mut sorted = Vec::with_capacity(jobs.len());
-        for &Job { chunk, tensor, group, is_strided } in jobs {
+        for &Job { chunk, tensor, group, variant } in jobs {
             let tensor = index.tensor(tensor as usize)?;
             let bytes = tensor.chunk_lanes(chunk) << tensor.device.lane_log2;
             let size = u64::from(index.uploaded.records[chunk as usize].compressed_size.get());
-            sorted.push((rank(group, is_strided, bytes, size), chunk, is_strided));
+            sorted.push((rank(group, variant, bytes, size), chunk, variant));
         }
         sorted.sort_unstable();
         let mut runs: Vec<Run> = Vec::new();
         let mut last = None;
-        for &((group, is_apart, ..), chunk, is_strided) in &sorted {
+        for &((group, apart, ..), chunk, variant) in &sorted {
             let at = self.order.len();
-            if last.replace((group, is_apart)) != Some((group, is_apart)) {
-                runs.push(Run { group, order: at..at, has: [false; 2] });
+            if last.replace((group, apart)) != Some((group, apart)) {
+                runs.push(Run { group, order: at..at, has: [false; 3] });
             }
             if let Some(run) = runs.last_mut() {
                 run.order.end = at + 1;
-                run.has[usize::from(is_strided)] = true;
+                run.has[variant as usize] = true;
             }
             self.order.push(chunk);
         }
@@ -218,12 +218,13 @@ impl Schedule {
 
 /// Returns the sort key of a chunk with `bytes` bytes of lanes and a payload of `size` bytes:
 /// 1. Kernel.
-/// 2. Strided tensors last. Ignored for [`Group::Frames`], because nvCOMP expands all frames of a run together.
+/// 2. Variant. Ignored for [`Group::Frames`], because nvCOMP expands all frames of a run together.
 /// 3. For [`Group::Frames`], chunks with a frame first, because nvCOMP expands a prefix.
 /// 4. Descending cost. On an H200 one payload byte of codec `conditioned` costs about as much as 30 base bytes.
-fn rank(group: Group, is_strided: bool, bytes: u64, size: u64) -> (Group, bool, bool, Reverse<u64>) {
+fn rank(group: Group, variant: Variant, bytes: u64, size: u64) -> (Group, Variant, bool, Reverse<u64>) {
     let estimated_cost = bytes + if matches!(group, Group::Conditioned | Group::WithoutBase) { 30 * size } else { size };
-    (group, is_strided && group != Group::Frames, group == Group::Frames && size == 0, Reverse(estimated_cost))
+    let apart = if group == Group::Frames { Variant::Plain } else { variant };
+    (group, apart, group == Group::Frames && size == 0, Reverse(estimated_cost))
 }
 
 fn group_of(tensor: &TensorOnDevice, trusted: bool) -> Group {
@@ -249,7 +250,7 @@ mod tests {
             (Group::Frames, 1 << 20, 9),
             (Group::Conditioned, 1 << 20, 9),
         ];
-        chunks.sort_by_key(|&(group, bytes, size)| rank(group, false, bytes, size));
+        chunks.sort_by_key(|&(group, bytes, size)| rank(group, Variant::Plain, bytes, size));
         let expected = [
             (Group::Conditioned, 1 << 20, 9),
             (Group::Conditioned, 1 << 20, 0),

@@ -5,7 +5,7 @@ use super::payloads::Mode;
 use super::schedule::{Run, Schedule};
 
 use crate::apply::InPlace;
-use crate::cuda::abi::{DeviceTensor, STRIDED_TENSOR, TensorRows};
+use crate::cuda::abi::{DeviceTensor, TensorRows};
 use crate::cuda::hashes::{HashPlan, HashRange, HashSlice, PIECE};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::rows::tensor_rows;
@@ -97,7 +97,7 @@ impl Targets {
                 self.rows.resize(self.tensors.len(), tensor_rows(None, None));
                 let entry = self.tensors.len() - 1;
                 let origin = used.wrapping_sub(start);
-                let codec = if binding.is_strided() { device.codec | STRIDED_TENSOR } else { device.codec };
+                let codec = binding.codec(&device);
                 self.tensors[entry] = DeviceTensor { base: binding.output.address(), output: origin, codec, ..device };
                 self.rows[entry] = tensor_rows(binding.output_rows, None);
                 self.plan.add_part(range, origin, None, start..start + part)?;

@@ -11,6 +11,8 @@ const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.p
 const RAW_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/raw_strided.ptx");
 const CONDITIONED_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/conditioned_strided.ptx");
 const WITHOUT_BASE_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/without_base_strided.ptx");
+const RAW_DERIVED_PTX: &str = include_str!("../../../kernels/ptx/raw_derived.ptx");
+const CONDITIONED_DERIVED_PTX: &str = include_str!("../../../kernels/ptx/conditioned_derived.ptx");
 const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
 const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
 const HASH_PTX: &str = include_str!("../../../kernels/ptx/hash.ptx");
@@ -28,6 +30,8 @@ pub(in crate::cuda) struct Kernels {
     without_base: Mutex<Option<Kernel>>,
     /// In the order of [`Decoder`].
     strided: [Mutex<Option<Kernel>>; 3],
+    /// For derived bases: `Raw` and `Conditioned`.
+    derived: [Mutex<Option<Kernel>>; 2],
     frames: Mutex<Option<FrameKernels>>,
     digests: Mutex<Option<Kernel>>,
     hash: Mutex<Option<Kernel>>,
@@ -41,6 +45,21 @@ pub(in crate::cuda) enum Decoder {
     Raw,
     Conditioned,
     WithoutBase,
+}
+
+/// Tensors with kernels of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) enum Variant {
+    /// No gaps between rows.
+    Plain,
+    /// Rows with gaps between them.
+    Strided,
+    /// Base lanes that are formed, with gaps or without.
+    Derived,
+}
+
+impl Variant {
+    pub const ALL: [Self; 3] = [Self::Plain, Self::Strided, Self::Derived];
 }
 
 /// `tpde_frames_check` and `tpde_frames_expand`.
@@ -76,30 +95,34 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
-        let (without_base, strided, frames, digests, hash, encoder) = Default::default();
-        Ok(Self { raw, conditioned, layout, without_base, strided, frames, digests, hash, encoder, modules: Mutex::new(modules) })
+        let (without_base, strided, derived, frames, digests, hash, encoder) = Default::default();
+        let modules = Mutex::new(modules);
+        Ok(Self { raw, conditioned, layout, without_base, strided, derived, frames, digests, hash, encoder, modules })
     }
 
-    /// Returns a decoding kernel, for strided tensors or for others.
-    pub fn decoder(&self, context: &Context, decoder: Decoder, is_strided: bool) -> Result<Kernel> {
-        let (ptx, name, threads, shared) = match decoder {
-            Decoder::Raw if !is_strided => return Ok(self.raw),
-            Decoder::Raw => (RAW_STRIDED_PTX, "tpde_raw_strided", abi::RAW_THREADS, abi::RAW_SHARED),
-            Decoder::Conditioned if !is_strided => return Ok(self.conditioned),
-            Decoder::Conditioned => {
-                let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
-                (CONDITIONED_STRIDED_PTX, "tpde_conditioned_strided", abi::CONDITIONED_THREADS, shared)
-            }
-            Decoder::WithoutBase => {
-                let shared = abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX;
-                let (ptx, name) = match is_strided {
-                    false => (WITHOUT_BASE_PTX, "tpde_without_base"),
-                    true => (WITHOUT_BASE_STRIDED_PTX, "tpde_without_base_strided"),
-                };
-                (ptx, name, abi::WITHOUT_BASE_THREADS, shared)
-            }
+    /// Returns a decoding kernel. A derived base has all lanes, so it needs no kernel for chunks without a base.
+    pub fn decoder(&self, context: &Context, decoder: Decoder, variant: Variant) -> Result<Kernel> {
+        let (threads, shared) = match decoder {
+            Decoder::Raw => (abi::RAW_THREADS, abi::RAW_SHARED),
+            Decoder::Conditioned => (abi::CONDITIONED_THREADS, abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX),
+            Decoder::WithoutBase => (abi::WITHOUT_BASE_THREADS, abi::WITHOUT_BASE_SHARED + abi::CONDITIONED_TABLES_MAX),
         };
-        let cell = if is_strided { &self.strided[decoder as usize] } else { &self.without_base };
+        let (ptx, name) = match (decoder, variant) {
+            (Decoder::Raw, Variant::Plain) => return Ok(self.raw),
+            (Decoder::Raw, Variant::Strided) => (RAW_STRIDED_PTX, "tpde_raw_strided"),
+            (Decoder::Raw, Variant::Derived) => (RAW_DERIVED_PTX, "tpde_raw_derived"),
+            (Decoder::Conditioned, Variant::Plain) => return Ok(self.conditioned),
+            (Decoder::Conditioned, Variant::Strided) => (CONDITIONED_STRIDED_PTX, "tpde_conditioned_strided"),
+            (Decoder::Conditioned, Variant::Derived) => (CONDITIONED_DERIVED_PTX, "tpde_conditioned_derived"),
+            (Decoder::WithoutBase, Variant::Strided) => (WITHOUT_BASE_STRIDED_PTX, "tpde_without_base_strided"),
+            (Decoder::WithoutBase, _) => (WITHOUT_BASE_PTX, "tpde_without_base"),
+        };
+        let cell = match (variant, decoder) {
+            (Variant::Strided, _) => &self.strided[decoder as usize],
+            (Variant::Derived, Decoder::Raw) => &self.derived[0],
+            (Variant::Derived, Decoder::Conditioned) => &self.derived[1],
+            _ => &self.without_base,
+        };
         load_once(cell, context, |cx| self.load_more(cx, ptx, name, threads, shared))
     }
 

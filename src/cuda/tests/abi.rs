@@ -1,6 +1,6 @@
 //! The layout of shared structs, as the device compiler sees them.
 
-use super::super::abi::{self, DeviceTensor, Launch, TensorRows, mode};
+use super::super::abi::{self, DeviceTensor, Launch, TensorForm, TensorRows, mode};
 use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
 use std::mem::offset_of;
 
@@ -22,16 +22,17 @@ fn the_device_agrees_with_every_size_offset_and_constant() {
         }
         DeviceTensor { base, output, lanes, base_lanes, first_chunk, tables, dtype, codec, lane_log2, chunk_lanes_log2, reserved }
         TensorRows { base_row, base_pitch, output_row, output_pitch }
+        TensorForm { scales, scales_row, scales_pitch, columns, depth, base_dtype, form, reserved }
         Launch {
             chunks, sums, chunk_tensors, tensors, tables, blob, statuses, flag, order, scratch, first, count, mode, flags,
-            scratch_slots, scratch_slot_bytes, digests, rows,
+            scratch_slots, scratch_slot_bytes, digests, rows, forms,
         }
     };
     expected.extend([abi::RAW_THREADS, abi::RAW_SHARED, abi::CONDITIONED_THREADS, abi::CONDITIONED_SHARED]);
     expected.extend([abi::WITHOUT_BASE_THREADS, abi::WITHOUT_BASE_SHARED]);
     expected.push(abi::CONDITIONED_TABLES_MAX);
     expected.extend([abi::scratch_head(100) as u32, 12, abi::STATUS_NOT_RUN]);
-    expected.extend([mode::COMMIT, abi::FLAG_NO_CRC, abi::NO_TABLES, abi::STRIDED_TENSOR.into()]);
+    expected.extend([mode::COMMIT, abi::FLAG_NO_CRC, abi::NO_TABLES, abi::STRIDED_TENSOR.into(), abi::DERIVED_TENSOR.into()]);
     assert_eq!(device.layout_report(expected.len()).unwrap(), expected);
     eprintln!("layout: {} words agree", expected.len());
 }

@@ -1,5 +1,6 @@
 //! Tensors on a device, between canaries, compared with the expected content afterwards.
 
+use super::derived::{formed_of, sources_of};
 use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads, Rows};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
@@ -54,6 +55,9 @@ pub struct Laid {
 
 /// The base lanes of an entry of a pair, from the checkpoint with its base tensor.
 pub fn base_of(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Vec<u8> {
+    if let Some(formed) = formed_of(tensor, base) {
+        return formed;
+    }
     let mut bytes = vec![0; tensor.base_bytes() as usize];
     if tensor.base_kind != BaseKind::None {
         let place = base.find(tensor.base_name).unwrap();
@@ -67,7 +71,7 @@ pub fn base_of(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Vec<u8> {
 
 impl Laid {
     /// Copies all tensors of a pair to the device. `skew` is their offset from an alignment of 16 bytes, in lanes. In place,
-    /// tensors that change their number of rows are left out.
+    /// tensors that change their number of rows, or have a derived base, are left out.
     pub fn new(device: &Device, index: &ValidatedIndex, base: &dyn Checkpoint, in_place: bool, skew: usize) -> Self {
         Self::in_rows(device, index, base, in_place, skew, false)
     }
@@ -105,12 +109,18 @@ impl Laid {
             let poison = vec![POISON; tensor.bytes() as usize];
             let lane = tensor.lane_bytes();
             match tensor.base_kind {
-                BaseKind::Prefix if in_place => {}
-                BaseKind::None => places.push((tensor.place, None, put(&poison, lane, n))),
-                _ if in_place => places.push((tensor.place, None, put(&old, lane, n))),
+                BaseKind::Prefix | BaseKind::Cast | BaseKind::Dequantised if in_place => {}
+                BaseKind::None => places.push((tensor.place, None, None, put(&poison, lane, n))),
+                _ if in_place => places.push((tensor.place, None, None, put(&old, lane, n))),
+                BaseKind::Cast | BaseKind::Dequantised => {
+                    let Some((derived, lanes, scales)) = sources_of(&tensor, base) else { continue };
+                    let base = put(&lanes, derived.base.dtype.lane_bytes(), n + 5);
+                    let scales = derived.scales.map(|(_, of)| put(&scales, of.dtype.lane_bytes(), n + 2));
+                    places.push((tensor.place, Some(base), scales, put(&poison, lane, n)));
+                }
                 _ => {
                     let base = put(&old, lane, n + 5);
-                    places.push((tensor.place, Some(base), put(&poison, lane, n)));
+                    places.push((tensor.place, Some(base), None, put(&poison, lane, n)));
                 }
             }
         }
@@ -122,10 +132,12 @@ impl Laid {
             let slice = memory.slice(place.start as u64, (end - place.start) as u64).unwrap();
             (slice, Some(Rows::new(place.row as u64, place.pitch as u64)).filter(|_| has_gaps))
         };
-        let bindings = places.iter().map(|(tensor, base, output)| {
+        let bindings = places.iter().map(|(tensor, base, scales, output)| {
             let (base, base_rows) = base.as_ref().map(memory_of).unzip();
+            let (scales, scales_rows) = scales.as_ref().map(memory_of).unzip();
+            let (base_rows, scales_rows) = (base_rows.flatten(), scales_rows.flatten());
             let (output, output_rows) = memory_of(output);
-            Binding { tensor: *tensor, base, output, base_rows: base_rows.flatten(), output_rows }
+            Binding { base_rows, output_rows, scales, scales_rows, ..Binding::out_of_place(*tensor, base, output) }
         });
         let bindings = bindings.collect();
         Self { bindings, image, outputs: places.into_iter().map(|(.., output)| output).collect(), memory }

@@ -5,6 +5,8 @@ mod abi;
 mod again;
 mod asynchronous;
 mod cases;
+mod derived;
+mod derived_speed;
 mod digests;
 mod emulated;
 mod encode;

@@ -18,7 +18,7 @@ fn folder() -> PathBuf {
 }
 
 /// Folders of vectors.
-const VERSIONS: [&str; 2] = ["v1", "v1.2"];
+const VERSIONS: [&str; 3] = ["v1", "v1.2", "v1.3"];
 
 pub fn vectors(verdict: &str) -> Vec<Value> {
     let mut chosen = Vec::new();

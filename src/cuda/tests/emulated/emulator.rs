@@ -2,7 +2,7 @@
 
 use super::super::cases::Case;
 use crate::codec::Codec;
-use crate::cuda::abi::{self, DeviceTensor, FLAG_NO_CRC, NO_TABLES};
+use crate::cuda::abi::{self, DeviceTensor, FLAG_NO_CRC, NO_TABLES, TensorForm};
 use crate::cuda::index::tables_of;
 use crate::error::Rule;
 use crate::format::{ChunkMetadata, ChunkSums};
@@ -20,13 +20,23 @@ pub struct Chunk {
     pub chunk_lanes: u64,
     pub expected: Result<Vec<u8>, Rule>,
     pub right: fn(Option<Rule>, Option<Rule>) -> bool,
+    /// What the base lanes are formed from.
+    pub source: Option<Source>,
+}
+
+/// A derived base: the whole base tensor and the whole tensor of scales.
+#[derive(Clone)]
+pub struct Source {
+    pub form: TensorForm,
+    pub base: Vec<u8>,
+    pub scales: Vec<u8>,
 }
 
 impl Chunk {
     /// Returns a chunk that is a whole tensor.
     pub fn alone(case: Case, expected: Result<Vec<u8>, Rule>, right: fn(Option<Rule>, Option<Rule>) -> bool) -> Self {
         let chunk_lanes = case.lanes.next_power_of_two().max(4096) as u64;
-        Self { case, first_lane: 0, chunk_lanes, expected, right }
+        Self { case, first_lane: 0, chunk_lanes, expected, right, source: None }
     }
 }
 
@@ -68,7 +78,7 @@ impl Cases {
         self.number(if expanded { FLAG_NO_CRC as usize } else { 0 });
         self.list(&words);
         self.number(chunks.len());
-        for Chunk { case, first_lane, chunk_lanes, expected, right } in chunks {
+        for Chunk { case, first_lane, chunk_lanes, expected, right, source } in chunks {
             let width = case.dtype.lane_bytes();
             let tensor = DeviceTensor {
                 lanes: first_lane + case.lanes as u64,
@@ -103,6 +113,11 @@ impl Cases {
             self.list(if case.payload.is_empty() { &[] } else { &digest.as_bytes()[..16] });
             self.list(&case.base);
             self.list(expected.as_deref().unwrap_or(&[]));
+            let none = Source { form: TensorForm::default(), base: Vec::new(), scales: Vec::new() };
+            let Source { form, base, scales } = source.as_ref().unwrap_or(&none);
+            self.bytes.extend_from_slice(form.as_bytes());
+            self.list(base);
+            self.list(scales);
         }
         self.number(0);
         self.count += 1;

@@ -1,18 +1,20 @@
 //! The sources of the kernels, compiled for the processor (`kernels/emulator`). In every mode they give the results of the
 //! decoder, and access only their own memory.
 
+mod derived;
 pub mod emulator;
 
-use self::emulator::{Cases, Chunk, Hashed};
+use self::emulator::{Cases, Chunk, Hashed, Source};
 use super::cases::shapes::{Shape, case_of, rows_of};
 use super::cases::writer::tile;
+use super::derived::sources_of;
 use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
 use super::laid::base_of;
 use super::vectors;
 use crate::codec::{Codec, Encoded, RawTranscoder};
 use crate::format::BaseKind;
 use crate::lane::Dtype;
-use crate::{Checkpoint, Pair, SafetensorsCheckpoint};
+use crate::{Checkpoint, Pair};
 
 /// Alignments of tensors: at multiples of 64 bytes, and at arbitrary lanes. The offsets of base and output are equal or
 /// different.
@@ -27,18 +29,27 @@ fn long_or_short(all: usize, short: usize) -> usize {
 }
 
 /// Returns the chunks of a pair that reach a kernel: as stored, and expanded for codec `zstd`.
-fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -> Option<[Vec<Chunk>; 2]> {
+fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&dyn Checkpoint>) -> Option<[Vec<Chunk>; 2]> {
     let (mut stored, mut expanded) = (Vec::new(), Vec::new());
     for tensor in pair.index().tensors() {
         let width = tensor.lane_bytes();
-        let mut base = Vec::new();
+        let (mut base, mut source) = (Vec::new(), None);
         if tensor.base_kind != BaseKind::None {
             // A base of another shape is checked by the host.
             let checkpoint = checkpoint?;
             let place = checkpoint.find(tensor.base_name)?;
-            if checkpoint.tensors()[place].shape != tensor.base_shape()? || checkpoint.tensors()[place].dtype != tensor.dtype {
+            let fits = |place: usize, dtype: Dtype, shape: &[u64]| {
+                checkpoint.tensors()[place].shape == shape && checkpoint.tensors()[place].dtype == dtype
+            };
+            if !fits(place, tensor.base_dtype(), &tensor.base_shape()?) {
                 return None;
             }
+            if let Some((name, dtype, shape)) = tensor.scales()
+                && !checkpoint.find(name).is_some_and(|place| fits(place, dtype, &shape))
+            {
+                return None;
+            }
+            source = sources_of(&tensor, checkpoint).map(|(derived, base, scales)| Source { form: derived.form, base, scales });
             base = base_of(&tensor, checkpoint);
         }
         for number in tensor.chunks() {
@@ -73,7 +84,8 @@ fn chunks_of(pair: &Pair<Vec<u8>>, checkpoint: Option<&SafetensorsCheckpoint>) -
             }
             let list = if case.codec == Codec::Zstd { &mut expanded } else { &mut stored };
             let (first_lane, chunk_lanes) = (lanes.start, tensor.chunk_lanes);
-            list.push(Chunk { case, first_lane, chunk_lanes, expected, right: |expected, found| expected == found });
+            let right = |expected, found| expected == found;
+            list.push(Chunk { case, first_lane, chunk_lanes, expected, right, source: source.clone() });
         }
     }
     Some([stored, expanded])
@@ -87,7 +99,7 @@ fn vectors() {
     for vector in [vectors::vectors("valid"), vectors::vectors("invalid")].concat() {
         let (name, valid) = (vector["name"].as_str().unwrap(), vector["verdict"] == "valid");
         let Ok((pair, base)) = vectors::open(&vector) else { continue };
-        let Some(lists) = chunks_of(&pair, base.as_ref()) else { continue };
+        let Some(lists) = chunks_of(&pair, base.as_ref().map(|base| base as &dyn Checkpoint)) else { continue };
         let broken: Vec<_> =
             lists.iter().flatten().filter_map(|chunk| chunk.expected.as_ref().err()).map(|rule| rule.id()).collect();
         match vector["rule"].as_str() {

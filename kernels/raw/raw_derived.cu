@@ -1,0 +1,3 @@
+// `tpde_raw` for tensors whose base lanes are formed.
+#define TPDE_DERIVED
+#include "raw/raw.cu"
