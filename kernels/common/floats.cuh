@@ -82,7 +82,31 @@ __device__ __forceinline__ u32 product(u32 lane, const Scale& scale) {
     return is_nan ? 0x7FC00000u : scale.is_infinite ? sign << 31 | F32::INFINITE : finite;
 }
 
+// Products of the smallest eight normal lanes of F8_E4M3 and a scale, as lanes of To, one per thread of eight: of lane
+// 8 + (thread mod 8). `is_exact`: adding e to the exponent of the lane adds e to that of the product, up to the largest lane, because
+// all products are normal in F32 and in To.
+template <class To> struct LeastProduct {
+    u32 lane;
+    bool is_exact;
+
+    __device__ __forceinline__ LeastProduct(u32 thread, u32 scale) {
+        u32 exponent = scale >> 23 & 0xFF, n = (8 | thread % 8) * (scale & 0x7FFFFF | 0x800000);
+        // n has 27 or 28 bits, the product 24.
+        u32 carry = n >> 27, down = 3 + carry, r = (n + (4u << carry) - 1 + (n >> down & 1)) >> down;
+        u32 exact = (scale & 0x80000000) | (((exponent - 7 + carry) << 23) + r);
+        lane = cast<F32, To>(exact);
+        u32 magnitude = To::magnitude(lane);
+        is_exact = exponent >= 7 && exponent < 255 && magnitude >= 1u << To::MANTISSA &&
+                   magnitude + (14u << To::MANTISSA) < To::INFINITE;
+    }
+};
+
 // Returns 2^(scale - 127) times a nibble of MXFP4.
 __device__ __forceinline__ u32 microscaled(u32 nibble, u32 scale) {
+    // Scales with which all numbers but zero are normal. 0.5 is 3F00; 1, 1.5, 2, 3, 4 and 6 follow from 3F80 in steps of 40.
+    if (scale - 2 <= 250) {
+        u32 number = nibble & 7, magnitude = 0x3F00 + (number == 1 ? 0 : number << 6) + ((scale - 127) << 7);
+        return (number == 0 ? 0 : magnitude) | (nibble & 8) << 12;
+    }
     return round_to<BF16>(E2M1::sign(nibble), E2M1::n(nibble), E2M1::q(nibble) + (i32)scale - 127);
 }

@@ -45,17 +45,82 @@ struct FormedLanes {
     }
 
     // `fp8_blocks`: the scale of a lane.
-    __device__ __forceinline__ Scale scale_of_block(u32 at) const {
+    __device__ __forceinline__ u32 scale_of_block(u32 at) const {
         u64 column, row = position(at, column), across = (form.columns + 127) / 128;
         u64 number = row / 128 * across + column / 128;
-        return Scale(__ldg((const u32*)far_byte(form.scales, form.scales_row, form.scales_pitch, 4 * number)));
+        return __ldg((const u32*)far_byte(form.scales, form.scales_row, form.scales_pitch, 4 * number));
+    }
+
+    // A warp: `fp8_blocks`, the eight lanes of each thread, as 16-bit lanes. Rows are multiples of 64 lanes, so eight threads have
+    // one scale. They compute one product each, and every lane is one of these, with another exponent and sign.
+    template <class To> __device__ __forceinline__ void scale_piece(uint2 lanes, u32 scale, u32* words) const {
+        u32 thread = threadIdx.x % 32;
+        LeastProduct<To> own(thread, scale);
+        if (!__all_sync(0xFFFFFFFF, own.is_exact)) {
+#pragma unroll 1
+            for (u32 i = 0; i < 8; i++) set_half(words, i, scaled<2>(byte_of(lanes, i), Scale(scale)));
+            return;
+        }
+        // With the exponent 0 of a lane. Two products per word, then their lower and their upper bytes.
+        u32 product = own.lane - (1u << To::MANTISSA), other = __shfl_xor_sync(0xFFFFFFFF, product, 1), pairs[4];
+        u32 pair = thread % 2 ? other | product << 16 : product | other << 16;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) pairs[i] = __shfl_sync(0xFFFFFFFF, pair, (thread & 24) + 2 * i);
+        u32 low[2] = {permute_bytes(pairs[0], pairs[1], 0x6420), permute_bytes(pairs[2], pairs[3], 0x6420)};
+        u32 high[2] = {permute_bytes(pairs[0], pairs[1], 0x7531), permute_bytes(pairs[2], pairs[3], 0x7531)};
+        u32 others = 0; // a bit per lane that is zero, subnormal or NaN
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 four = i ? lanes.y : lanes.x, exponents = four & 0x78787878, signs = four & 0x80808080;
+            u32 mantissas = four & 0x07070707, selector = permute_bytes(mantissas | mantissas >> 4, 0, 0x4420);
+            u32 of_low = permute_bytes(low[0], low[1], selector), of_high = permute_bytes(high[0], high[1], selector);
+            u32 normal = exponents + 0x78787878 & 0x80808080, nan = (four & 0x7F7F7F7F) + 0x01010101 & 0x80808080;
+            others |= ((normal ^ 0x80808080) | nan) >> (i ? 3 : 7);
+            words[2 * i] =
+                permute_bytes(of_low, of_high, 0x5140) + (permute_bytes(exponents, 0, 0x4140) << (To::MANTISSA - 3)) ^
+                permute_bytes(signs, 0, 0x1404);
+            words[2 * i + 1] =
+                permute_bytes(of_low, of_high, 0x7362) + (permute_bytes(exponents, 0, 0x4342) << (To::MANTISSA - 3)) ^
+                permute_bytes(signs, 0, 0x3424);
+        }
+        // They are rare.
+#pragma unroll 1
+        for (; others; others &= others - 1) {
+            u32 bit = __ffs((i32)others) - 1, i = bit / 8 | (bit & 4);
+            set_half(words, i, scaled<2>(byte_of(lanes, i), Scale(scale)));
+        }
+    }
+
+    static __device__ __forceinline__ u32 byte_of(uint2 lanes, u32 i) {
+        return (i < 4 ? lanes.x : lanes.y) >> i % 4 * 8 & 0xFF;
+    }
+
+    // Sets half `i` of four words. The index is not known to the compiler, and the words stay in registers.
+    static __device__ __forceinline__ void set_half(u32* words, u32 i, u32 half) {
+#pragma unroll
+        for (u32 w = 0; w < 4; w++) {
+            if (i / 2 == w) words[w] = permute_bytes(words[w], half, i % 2 ? 0x5410 : 0x3254);
+        }
     }
 
     // `mxfp4_transposed`: calls `each` for COUNT lanes of a row.
     template <int COUNT, typename Each> __device__ __forceinline__ void transposed(u32 at, Each each) const {
         u64 column, row = position(at, column), expert = row / form.depth, k = row % form.depth;
         u64 blocks = form.depth / 32, number = (expert * form.columns + column) * blocks + k / 32;
+        if (base_row == TPDE_ENDLESS_ROW && form.scales_row == TPDE_ENDLESS_ROW) {
+            const u8 *bytes_at = (const u8*)base + 16 * number + k % 32 / 2,
+                     *scales_at = (const u8*)form.scales + number;
+            u32 nibbles[COUNT], scales[COUNT];
 #pragma unroll
+            for (int i = 0; i < COUNT; i++, bytes_at += 16 * blocks, scales_at += blocks) {
+                nibbles[i] = __ldg(bytes_at);
+                scales[i] = __ldg(scales_at);
+            }
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) each(i, microscaled(nibbles[i] >> k % 2 * 4 & 15, scales[i]));
+            return;
+        }
+#pragma unroll 1
         for (int i = 0; i < COUNT; i++, number += blocks) {
             u32 nibbles = __ldg(far_byte(base, base_row, base_pitch, 16 * number + k % 32 / 2));
             u32 scale = __ldg(far_byte(form.scales, form.scales_row, form.scales_pitch, number));
@@ -86,7 +151,7 @@ struct FormedLanes {
             if (W == 4) return converted<W>(*bytes.template lane<2>(at));
             return converted<W>(form.base_dtype == TPDE_F32 ? *bytes.template lane<4>(at) : *bytes.byte(at));
         }
-        case TPDE_FORM_FP8_BLOCKS: return scaled<W>(*bytes.byte(at), scale_of_block(at));
+        case TPDE_FORM_FP8_BLOCKS: return scaled<W>(*bytes.byte(at), Scale(scale_of_block(at)));
         case TPDE_FORM_MXFP4: return microscaled(*bytes.byte(at / 2) >> at % 2 * 4 & 15, *rows.byte(at / 32));
         default: {
             u32 only = 0;
@@ -106,7 +171,7 @@ struct FormedLanes {
         return bytes.alignment() % size == 0;
     }
 
-    // Returns the 16 bytes of lanes from lane `at` on, which is a multiple of their number.
+    // A warp, of consecutive pieces: returns the 16 bytes of lanes from lane `at` on, which is a multiple of their number.
     template <int W> __device__ __forceinline__ uint4 piece(u32 at) const {
         u32 words[4] = {};
         if constexpr (W == 4) {
@@ -116,7 +181,7 @@ struct FormedLanes {
                 for (int i = 0; i < 4; i++) words[i] = converted<4>((i < 2 ? lanes.x : lanes.y) >> i % 2 * 16 & 0xFFFF);
             } else {
                 u32 lanes = __ldg((const u32*)bytes.byte(at));
-                Scale scale = scale_of_block(at);
+                Scale scale(scale_of_block(at));
 #pragma unroll
                 for (int i = 0; i < 4; i++) words[i] = scaled<4>(lanes >> 8 * i & 0xFF, scale);
             }
@@ -128,13 +193,19 @@ struct FormedLanes {
 #pragma unroll
                 for (int i = 0; i < 8; i++)
                     set(i, dtype == TPDE_BF16 ? cast<F32, BF16>(lanes[i]) : cast<F32, F16>(lanes[i]));
-            } else if (form.form == TPDE_FORM_CAST || form.form == TPDE_FORM_FP8_BLOCKS) {
+            } else if (form.form == TPDE_FORM_CAST) {
                 uint2 lanes = __ldg((const uint2*)bytes.byte(at));
-                Scale scale = form.form == TPDE_FORM_CAST ? Scale(0) : scale_of_block(at);
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    u32 lane = (i < 4 ? lanes.x : lanes.y) >> 8 * (i % 4) & 0xFF;
-                    set(i, form.form == TPDE_FORM_CAST ? converted<2>(lane) : scaled<2>(lane, scale));
+                for (int i = 0; i < 8; i++) set(i, converted<2>(byte_of(lanes, i)));
+            } else if (form.form == TPDE_FORM_FP8_BLOCKS) {
+                uint2 lanes = __ldg((const uint2*)bytes.byte(at));
+                u32 scale = scale_of_block(at);
+                if (form.columns % 64 == 0) {
+                    if (dtype == TPDE_BF16) scale_piece<BF16>(lanes, scale, words);
+                    else scale_piece<F16>(lanes, scale, words);
+                } else {
+#pragma unroll 1
+                    for (u32 i = 0; i < 8; i++) set_half(words, i, scaled<2>(byte_of(lanes, i), Scale(scale)));
                 }
             } else if (form.form == TPDE_FORM_MXFP4) {
                 u32 nibbles = __ldg((const u32*)bytes.byte(at / 2)), scale = __ldg(rows.byte(at / 32));

@@ -15,7 +15,10 @@ def base_of(kind: str, seed: int = 3) -> tuple[dict[str, torch.Tensor], dict[str
     base, image = {}, {}
     for name, (rows, columns) in SHAPES.items():
         if kind == "fp8":
-            lanes = torch.randint(0, 0x60, (rows, columns), dtype=torch.uint8) | torch.randint(0, 2, (rows, columns), dtype=torch.uint8) << 7
+            lanes = (
+                torch.randint(0, 0x60, (rows, columns), dtype=torch.uint8)
+                | torch.randint(0, 2, (rows, columns), dtype=torch.uint8) << 7
+            )
             scales = torch.rand(rows // 128, columns // 128) / 64
             base[f"{name}.weight"] = lanes.view(torch.float8_e4m3fn)
             base[f"{name}.weight_scale_inv"] = scales

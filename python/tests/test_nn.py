@@ -376,7 +376,9 @@ class TestQuantised:
             assert torch.equal(model(x), outputs_of(target, x))
         for name, layer in attached.layers.items():
             assert raw(layer.weight) == raw(target[f"{name}.weight"])
-            assert [tensor.data_ptr() for tensor in layer._weight.bases] == [held[key] for key in held if key.startswith(f"{name}.")]
+            assert [tensor.data_ptr() for tensor in layer._weight.bases] == [
+                held[key] for key in held if key.startswith(f"{name}.")
+            ]
         assert raw_of(tpde.torch.load_file(tmp_path / "p", base=base)) == raw_of(target)
 
     def test_dense_weights(self, kind: str, tmp_path: Path) -> None:

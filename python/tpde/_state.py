@@ -305,9 +305,7 @@ def _base_of_slices(entries: list[Entry], base: Any, device: Any) -> list[Any] |
     if not is_slices(base):
         return bases(entries, state_of(base), where)
     slices = checked(base)
-    by_base_name = {
-        name: entry._replace(dtype=dtype, shape=shape) for entry in entries for name, dtype, shape in entry.bases
-    }
+    by_base_name = {name: entry._replace(dtype=dtype, shape=shape) for entry in entries for name, dtype, shape in entry.bases}
     for entry in by_base_name.values():
         if entry.base_kind == "prefix":
             raise InvalidArgument(f"tensor {entry.name!r} changes its number of rows: its base must be a whole tensor")

@@ -327,7 +327,9 @@ class _OpenedPair:
             return None
         entry, tensor = entries[0], self.model.tensors[names[0]]
         # The model has the tensor itself, or its base of another dtype under the same name.
-        dtype, shape = next(((dtype, shape) for name, dtype, shape in entry.bases if name == entry.name), (entry.dtype, entry.shape))
+        dtype, shape = next(
+            ((dtype, shape) for name, dtype, shape in entry.bases if name == entry.name), (entry.dtype, entry.shape)
+        )
         if entry.base_kind != "prefix" and ([*tensor.shape] != shape or tensor.dtype != dtype_of(dtype)):
             here = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise InvalidArgument(f"tensor {entry.name!r} is {here} here, and {dtype} {tuple(shape)} in the pair")

@@ -88,7 +88,8 @@ fn rebuild_with(
                 load(device, work, &tensor, base_index, &base)?;
             }
             // `work.base` has formed lanes where the base is derived: their digest is compared too.
-            bindings.push(Binding::out_of_place(tensor_index, base_index.map(|_| base), outputs.slice(at, tensor.bytes())?).formed());
+            bindings
+                .push(Binding::out_of_place(tensor_index, base_index.map(|_| base), outputs.slice(at, tensor.bytes())?).formed());
             let (base, target) = padded_bytes(entry);
             (base_at, at) = (base_at + base, at + target);
         }

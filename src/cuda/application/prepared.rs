@@ -167,9 +167,9 @@ impl Prepared {
             frames.set_digests(digests.statuses());
         }
         let table_at = at(offsets.table) + table_bytes(bindings);
-        let targets = hash.zip(plan.targets()).map(|(hash, targets)| {
-            DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), rows_at.is_some())
-        });
+        let targets = hash
+            .zip(plan.targets())
+            .map(|(hash, targets)| DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), rows_at.is_some()));
         // Taken last, so that an earlier error leaks no stream.
         let sides = match schedule.slices.len() {
             0 | 1 => Vec::new(),

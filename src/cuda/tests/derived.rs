@@ -61,7 +61,8 @@ fn quantised(random: &mut Random, form: BaseForm, to: Dtype, shape: &[u64]) -> G
     let mut scales = noise(random, info(&of_scales, form.scales_dtype(), &form.scales_dims(shape)));
     if form == BaseForm::Fp8Blocks {
         // Most scales are near 1. Some are not finite, or give subnormal products.
-        let special = [0x7F80_0000u32, 0x7FC0_1234, 0, 0x8000_0001, 0x0080_0000, 0x0040_0000, 0x7F7F_FFFF, 0x3380_0000, 0xBF80_0000];
+        let special =
+            [0x7F80_0000u32, 0x7FC0_1234, 0, 0x8000_0001, 0x0080_0000, 0x0040_0000, 0x7F7F_FFFF, 0x3380_0000, 0xBF80_0000];
         for (i, scale) in scales.1.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             let near_one = (random.bits() as u32 >> 6 | 0x3C00_0000) & 0x40FF_FFFF;
             *scale = if i % 3 == 2 { special[i / 3 % special.len()] } else { near_one }.to_le_bytes();
@@ -111,7 +112,12 @@ pub fn all() -> Vec<Given> {
 }
 
 /// A pair of all tensors, of whose lanes one in `rarity` changes, and its target.
-pub fn pair_of(all: &[Given], codec: Codec, rarity: usize, cuts: Vec<(String, Vec<Rectangle>)>) -> (Vec<Owned>, Pair<Vec<u8>>, Vec<Owned>) {
+pub fn pair_of(
+    all: &[Given],
+    codec: Codec,
+    rarity: usize,
+    cuts: Vec<(String, Vec<Rectangle>)>,
+) -> (Vec<Owned>, Pair<Vec<u8>>, Vec<Owned>) {
     let base: Vec<Owned> = all.iter().flat_map(|given| given.base.clone()).collect();
     let changed = |given: &Given| {
         let (info, mut bytes) = given.formed.clone();
@@ -308,9 +314,9 @@ fn slices_of_ranks() {
             device.write(&memory, &rows).unwrap();
             held.push((info.clone(), memory, row as u64 + 16));
         }
-        let bases = held.iter().map(|(info, memory, pitch)| {
-            TensorSlice::new(&info.name, Rectangle::whole(&info.shape), memory.clone()).pitch(*pitch)
-        });
+        let bases = held
+            .iter()
+            .map(|(info, memory, pitch)| TensorSlice::new(&info.name, Rectangle::whole(&info.shape), memory.clone()).pitch(*pitch));
         let bases: Vec<_> = bases.collect();
         for rank in 0..2 {
             let slice = |(given, parts): (&'_ Given, &Vec<Rectangle>)| {
@@ -327,7 +333,12 @@ fn slices_of_ranks() {
                 Err(e) => panic!("{e}"),
             };
             let stream = device.stream().unwrap();
-            prepare(&index, &bindings, Mode::OutOfPlace, Payloads::Host(pair.blob())).unwrap().launch(&stream).unwrap().wait().unwrap();
+            prepare(&index, &bindings, Mode::OutOfPlace, Payloads::Host(pair.blob()))
+                .unwrap()
+                .launch(&stream)
+                .unwrap()
+                .wait()
+                .unwrap();
             for ((info, part, memory), (_, expected)) in outputs.iter().zip(&target) {
                 let runs = Runs::new(info.dtype.bits(), &info.shape, &part.origin, &part.extent);
                 let (mut found, mut right) = (vec![0; memory.bytes() as usize], Vec::new());

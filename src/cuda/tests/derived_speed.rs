@@ -15,6 +15,8 @@ use std::path::PathBuf;
 /// Number of copies of each tensor.
 const COPIES: usize = 24;
 const RUNS: usize = 15;
+/// The default, and that for layers of `tpde.nn`.
+const CHUNK_LANES: [u64; 2] = [1 << 20, 65_536];
 
 /// A matrix of BF16, and the same after some optimizer steps.
 struct Matrix {
@@ -31,7 +33,8 @@ fn matrices(folder: &std::path::Path) -> Option<Vec<Matrix>> {
         of.read(i, 0, &mut bytes).unwrap();
         bytes.as_chunks::<2>().0.iter().map(|&lane| u16::from_le_bytes(lane)).collect::<Vec<_>>()
     };
-    let fits = |info: &TensorInfo| info.dtype == Dtype::Bf16 && info.shape.len() == 2 && info.shape.iter().all(|dim| dim % 128 == 0);
+    let fits =
+        |info: &TensorInfo| info.dtype == Dtype::Bf16 && info.shape.len() == 2 && info.shape.iter().all(|dim| dim % 128 == 0);
     let matrix = |(i, info): (usize, &TensorInfo)| {
         let there = target.find(&info.name)?;
         Some(Matrix { shape: [info.shape[0], info.shape[1]], base: read(&base, i), target: read(&target, there) })
@@ -61,10 +64,8 @@ fn fp8(matrix: &Matrix) -> Given {
     };
     let base = matrix.base.iter().enumerate().map(lane).collect();
     let scales = bytes_of(&largest, |&largest| (u32::from(largest.saturating_sub(8)) << 23).to_le_bytes());
-    let base = vec![
-        owned("t", Dtype::F8E4m3, &matrix.shape, base),
-        owned("t_scale_inv", Dtype::F32, &[rows / 128, across], scales),
-    ];
+    let base =
+        vec![owned("t", Dtype::F8E4m3, &matrix.shape, base), owned("t_scale_inv", Dtype::F32, &[rows / 128, across], scales)];
     given(base, "t", Dtype::Bf16, &matrix.shape, Some(BaseForm::Fp8Blocks))
 }
 
@@ -81,11 +82,15 @@ fn mxfp4(matrix: &Matrix, form: BaseForm) -> Given {
         };
         blocks.extend(block.chunks(2).map(|pair| nibble(pair[0]) | nibble(pair[1]) << 4));
     }
+    // A square matrix would have both forms, so the experts of one are matrices, and those of the other have three dims.
+    let (shape, of_scales) = match form {
+        BaseForm::Mxfp4 => (vec![rows, columns], vec![rows, columns / 32]),
+        _ => (vec![1, columns, rows], vec![1, rows, columns / 32]),
+    };
     let base = vec![
-        owned("t_blocks", Dtype::U8, &[1, rows, columns / 32, 16], blocks),
-        owned("t_scales", Dtype::U8, &[1, rows, columns / 32], scales),
+        owned("t_blocks", Dtype::U8, &[&of_scales[..], &[16]].concat(), blocks),
+        owned("t_scales", Dtype::U8, &of_scales, scales),
     ];
-    let shape = if form == BaseForm::Mxfp4 { [1, rows, columns] } else { [1, columns, rows] };
     given(base, "t", Dtype::Bf16, &shape, Some(form))
 }
 
@@ -96,10 +101,14 @@ fn copies(of: &[(TensorInfo, Vec<u8>)]) -> Vec<(TensorInfo, &[u8])> {
 }
 
 /// Encodes copies of the tensors, decodes them on the device, and prints the speed. Returns it in bytes of the target per second.
-fn measure(what: &str, base: &[(TensorInfo, Vec<u8>)], target: &[(TensorInfo, Vec<u8>)]) -> f64 {
+fn measure(what: &str, base: &[(TensorInfo, Vec<u8>)], target: &[(TensorInfo, Vec<u8>)]) -> [f64; 2] {
+    CHUNK_LANES.map(|chunk_lanes| measure_with(chunk_lanes, what, base, target))
+}
+
+fn measure_with(chunk_lanes: u64, what: &str, base: &[(TensorInfo, Vec<u8>)], target: &[(TensorInfo, Vec<u8>)]) -> f64 {
     let device = super::device();
     let [base, target] = [base, target].map(|tensors| MemoryCheckpoint::new(copies(tensors)).unwrap());
-    let options = EncodeOptions { codec: Codec::Conditioned.into(), chunk_lanes: 65_536, ..EncodeOptions::default() };
+    let options = EncodeOptions { codec: Codec::Conditioned.into(), chunk_lanes, ..EncodeOptions::default() };
     let pair: Pair<Vec<u8>> = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
     let index = DeviceIndex::upload(device, pair.index()).unwrap();
     let put = |bytes: &[u8]| {
@@ -148,7 +157,7 @@ fn measure(what: &str, base: &[(TensorInfo, Vec<u8>)], target: &[(TensorInfo, Ve
     let speed = bytes as f64 / seconds[RUNS / 2];
     let kind = pair.index().tensors().next().unwrap().base_kind;
     eprintln!(
-        "{what:32} kind {kind}, ratio {:.1}, {:.2} GB of target: median {:.0} GB/s, best {:.0}",
+        "{what:32} {chunk_lanes:7} lanes per chunk, kind {kind}, ratio {:.1}, {:.2} GB of target: median {:.0} GB/s, best {:.0}",
         bytes as f64 / pair.blob().len().max(1) as f64,
         bytes as f64 / 1e9,
         speed / 1e9,
@@ -170,7 +179,9 @@ fn derived_bases_beside_kind_same() {
     };
     let bf16 = |lanes: &[u16]| bytes_of(lanes, |lane| lane.to_le_bytes());
     let f32 = |lanes: &[u16]| bytes_of(lanes, |lane| (u32::from(*lane) << 16).to_le_bytes());
-    let compare = |what: &str, derived: f64, same: f64| eprintln!("{what:32} {:.2} of kind same", derived / same);
+    let compare = |what: &str, derived: [f64; 2], same: [f64; 2]| {
+        eprintln!("{what:32} {:.2} and {:.2} of kind same", derived[0] / same[0], derived[1] / same[1]);
+    };
 
     let (base, target) = (named(Dtype::Bf16, &|m| bf16(&m.base)), named(Dtype::Bf16, &|m| bf16(&m.target)));
     let same = measure("BF16 over BF16", &base, &target);

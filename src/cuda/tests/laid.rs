@@ -1,7 +1,7 @@
 //! Tensors on a device, between canaries, compared with the expected content afterwards.
 
-use super::derived::{formed_of, sources_of};
 use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads, Rows};
+use super::derived::{formed_of, sources_of};
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::error::Result;

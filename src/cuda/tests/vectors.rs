@@ -73,7 +73,12 @@ fn valid_vectors_decode_to_the_bytes_of_the_manifest() {
                 let name = |place| pair.index().tensor(place).name;
                 // The hash of a tensor with parts is that of its parts, one after the other.
                 let mut tensors = BTreeMap::new();
-                for (place, bytes) in outputs {
+                // In place, parts with a derived base are left out, so a tensor with such parts is not complete.
+                let is_complete = |place: usize| {
+                    let mut parts = pair.index().entries(name(place));
+                    mode == Mode::OutOfPlace || parts.all(|part| part.derived.is_none())
+                };
+                for (place, bytes) in outputs.into_iter().filter(|(place, _)| is_complete(*place)) {
                     tensors.entry(name(place)).or_insert_with(Vec::new).extend(bytes);
                 }
                 let other = tensors.iter().find(|(name, bytes)| vector["tensors"][name] != hash(bytes)).map(|(name, _)| name);

@@ -4,10 +4,10 @@ use super::super::cases::{Case, Random, hostile, is_same_kind};
 use super::super::derived::{all, memory, pair_of};
 use super::emulator::{Cases, Chunk, Source};
 use super::{ROWS, SHIFTS, chunks_of, long_or_short, rows_and_turns};
+use crate::Codec;
 use crate::cuda::abi::TensorForm;
 use crate::floats::cast_lanes;
 use crate::lane::Dtype;
-use crate::Codec;
 use std::collections::BTreeMap;
 
 /// A chunk whose base lanes are cast from F32 to BF16: those of the case, but for signalling NaNs, which no cast gives. `None` if
