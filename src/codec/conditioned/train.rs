@@ -9,8 +9,11 @@ use super::cost::{BIT, exception_cost, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
 use super::tables::{MAX_CLASSES, SCALE, SCALE_LOG2, TableSet, base_value, tokens_within};
 use crate::codec::Difference;
+use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, with_lane};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Number of rounds of reassignment after each split.
 const ROUNDS: usize = 2;
@@ -126,12 +129,11 @@ impl Trainer {
             return None;
         }
         let own: Vec<u64> = rows.iter().map(own_cost).collect();
-        let mut clusters = Clusters::new(&rows, &own);
         let fallback = if all || seen_all { &[][..] } else { &FALLBACK_ZEROS };
-        while clusters.sums.len() < MAX_CLASSES - fallback.len() && clusters.split() {}
+        let sums = cluster(&rows, &own, MAX_CLASSES - fallback.len());
         let tokens = tokens_within(bits);
         let listed = (!all).then(|| exception_cost(bits as usize / 8) / BIT);
-        let mut classes: Vec<_> = clusters.sums.iter().map(|sum| frequencies(sum, listed, tokens)).collect();
+        let mut classes: Vec<_> = sums.iter().map(|sum| frequencies(sum, listed, tokens)).collect();
         classes.extend(fallback.iter().map(|&zeros| uniform_frequencies(zeros, tokens)));
         classes.sort_unstable_by(|a, b| b.cmp(a));
         classes.dedup();
@@ -155,89 +157,178 @@ struct Excess {
     row: usize,
 }
 
-/// Assignment of rows, the statistics of groups, to classes.
+/// Clusters rows into at most `classes_max` classes, and returns the sum of each class. `own` is the cost of each row if it had its
+/// own class.
+fn cluster(rows: &[Row], own: &[u64], classes_max: usize) -> Vec<Row> {
+    let rows = Rows::new(rows.iter());
+    // The scope enters the thread pool once for all splits.
+    let clusters = rayon::scope(|_| {
+        let mut clusters = Clusters::new(&rows, own);
+        while clusters.classes.len() < classes_max && clusters.split() {}
+        clusters
+    });
+    clusters.classes.into_iter().map(|class| class.sum).collect()
+}
+
+/// Tokens per vector. Rows and sums are padded to a multiple of it.
+const VECTOR: usize = 8;
+
+/// The rows to cluster, the statistics of groups, one after the other.
+struct Rows {
+    counts: Vec<u32>,
+    /// Number of tokens of each row.
+    tokens: usize,
+    /// Number of tokens up to the last one that occurs, by row, rounded up to vectors.
+    used: Vec<usize>,
+}
+
+impl Rows {
+    fn new<'a>(rows: impl Iterator<Item = &'a Row> + Clone) -> Self {
+        let tokens = rows.clone().map(|row| row.counts.len()).max().unwrap_or(0).next_multiple_of(VECTOR);
+        let padded =
+            rows.clone().flat_map(|row| row.counts.iter().copied().chain(std::iter::repeat_n(0, tokens - row.counts.len())));
+        let counts = padded.collect();
+        let last = |row: &Row| row.counts.iter().rposition(|&n| n != 0).map_or(0, |last| last + 1);
+        Self { counts, tokens, used: rows.map(|row| last(row).next_multiple_of(VECTOR)).collect() }
+    }
+
+    fn iter(&self) -> impl ExactSizeIterator<Item = &[u32]> {
+        self.counts.chunks_exact(self.tokens).zip(&self.used).map(|(row, &used)| &row[..used])
+    }
+
+    /// Returns the cost of each row in a class whose tokens have these costs.
+    fn costs(&self, tokens: &[u32]) -> Vec<u64> {
+        let mut costs = vec![0; self.used.len()];
+        vectorized(
+            #[inline(always)]
+            || {
+                for (i, cost) in costs.iter_mut().enumerate() {
+                    let row = &self.counts[i * self.tokens..][..self.used[i]];
+                    let mut sums = [0; VECTOR];
+                    for (counts, costs) in row.as_chunks::<VECTOR>().0.iter().zip(tokens.as_chunks::<VECTOR>().0) {
+                        for k in 0..VECTOR {
+                            sums[k] += u64::from(counts[k]) * u64::from(costs[k]);
+                        }
+                    }
+                    *cost = sums.iter().sum();
+                }
+            },
+        );
+        costs
+    }
+}
+
+/// A class of rows.
+#[derive(Clone)]
+struct Class {
+    /// Sum of its rows, when they were last summed up. Empty if it had none.
+    sum: Row,
+    /// Cost of each row in this class. `None` until it is computed for the sum.
+    costs: Option<Arc<Vec<u64>>>,
+    /// Whether rows have joined or left the class since they were summed up.
+    is_changed: bool,
+}
+
+impl Class {
+    fn new(sum: Row) -> Self {
+        Self { sum, costs: None, is_changed: true }
+    }
+}
+
+/// Assignment of rows to classes.
 #[derive(Clone)]
 struct Clusters<'a> {
-    rows: &'a [Row],
+    rows: &'a Rows,
     /// Cost of each row if it had its own class.
     own: &'a [u64],
     /// Class of each row.
-    class: Vec<usize>,
+    class: Vec<u64>,
     /// Cost of each row in its class, without extra bits.
     cost: Vec<u64>,
-    /// Sum of the rows of each class.
-    sums: Vec<Row>,
-    /// Cost of each row in each class, by class. Empty for a class whose sum has changed since the costs were computed.
-    costs: Vec<Vec<u64>>,
+    classes: Vec<Class>,
 }
 
 impl<'a> Clusters<'a> {
-    fn new(rows: &'a [Row], own: &'a [u64]) -> Self {
-        let class = vec![0; rows.len()];
+    fn new(rows: &'a Rows, own: &'a [u64]) -> Self {
         let mut clusters =
-            Self { rows, own, class, cost: vec![0; rows.len()], sums: vec![Row::default()], costs: vec![Vec::new()] };
+            Self { rows, own, class: vec![0; own.len()], cost: vec![0; own.len()], classes: vec![Class::new(Row::default())] };
         clusters.sum_up();
         clusters.assign();
         clusters
     }
 
+    /// Sums up the rows of the classes that have changed.
     fn sum_up(&mut self) {
-        let mut sums = vec![Row::default(); self.sums.len()];
-        for (row, &class) in self.rows.iter().zip(&self.class) {
-            sums[class].add(&row.counts);
-        }
-        for ((sum, new), costs) in self.sums.iter_mut().zip(sums).zip(&mut self.costs) {
-            if sum.counts != new.counts {
-                *sum = new;
-                costs.clear();
-            }
+        for (number, class) in (0..).zip(&mut self.classes).filter(|(_, class)| class.is_changed) {
+            let mut sum = Row::default();
+            let rows = self.rows.iter().zip(&self.class).filter(|(_, of)| **of == number);
+            vectorized(
+                #[inline(always)]
+                || rows.for_each(|(row, _)| sum.add(row)),
+            );
+            *class = Class { is_changed: false, ..Class::new(sum) };
         }
     }
 
+    /// Moves each row to the class in which it costs least, the first one if there are several.
     fn assign(&mut self) {
-        for (sum, costs) in self.sums.iter().zip(&mut self.costs).filter(|(_, costs)| costs.is_empty()) {
-            let tokens = token_costs(sum);
-            let of = |row: &Row| row.counts.iter().zip(&tokens).map(|(&n, &c)| u64::from(n) * c).sum();
-            *costs = self.rows.iter().map(of).collect();
+        let mut best = (vec![0u64; self.class.len()], vec![u64::MAX; self.class.len()]);
+        let rows = self.rows;
+        self.classes.par_iter_mut().filter(|class| class.costs.is_none()).for_each(|class| {
+            class.costs = Some(Arc::new(rows.costs(&token_costs(&class.sum, rows.tokens))));
+        });
+        for (number, class) in (0..).zip(&self.classes) {
+            let Some(costs) = &class.costs else { continue };
+            let rows = best.0.iter_mut().zip(&mut best.1).zip(costs.iter());
+            vectorized(
+                #[inline(always)]
+                || {
+                    rows.for_each(|((best_class, best_cost), &cost)| {
+                        *best_class = if cost < *best_cost { number } else { *best_class };
+                        *best_cost = cost.min(*best_cost);
+                    })
+                },
+            );
         }
-        for (i, (class, cost)) in self.class.iter_mut().zip(&mut self.cost).enumerate() {
-            let costs = self.costs.iter().map(|costs| costs[i]).enumerate();
-            (*class, *cost) = costs.min_by_key(|&(class, cost)| (cost, class)).unwrap_or_default();
+        for (&before, &after) in self.class.iter().zip(&best.0).filter(|(before, after)| before != after) {
+            (self.classes[before as usize].is_changed, self.classes[after as usize].is_changed) = (true, true);
         }
+        (self.class, self.cost) = best;
     }
 
     fn total(&self) -> u64 {
-        let entries = self.sums.iter().map(|sum| sum.counts.iter().filter(|&&n| n != 0).count() as u64);
+        let entries = self.classes.iter().map(|class| class.sum.counts.iter().filter(|&&n| n != 0).count() as u64);
         self.cost.iter().sum::<u64>() + entries.sum::<u64>() * ENTRY_COST
     }
 
     /// Splits the class with the largest excess cost among those whose split saves bits. The new class starts with the row that
     /// has the largest excess cost. Returns false if no split saves bits; the assignment is then unchanged.
     fn split(&mut self) -> bool {
-        let mut excess = vec![Excess::default(); self.sums.len()];
+        let mut excess = vec![Excess::default(); self.classes.len()];
         for (i, ((&own, &cost), &class)) in self.own.iter().zip(&self.cost).zip(&self.class).enumerate() {
-            let (cost, excess) = (cost.saturating_sub(own), &mut excess[class]);
+            let (cost, excess) = (cost.saturating_sub(own), &mut excess[class as usize]);
             excess.total += cost;
             if cost >= excess.largest {
                 (excess.largest, excess.row) = (cost, i);
             }
         }
         excess.sort_unstable_by(|a, b| b.cmp(a));
-        let split = excess.iter().take_while(|excess| excess.total > 0).find_map(|excess| self.split_at(excess.row));
+        excess.retain(|excess| excess.total > 0);
+        let split = excess.par_iter().find_map_first(|excess| self.split_at(excess.row));
         split.map(|split| *self = split).is_some()
     }
 
     /// Returns the assignment with one more class, which starts with row `seed`; `None` if that does not save bits.
     fn split_at(&self, seed: usize) -> Option<Self> {
         let mut split = self.clone();
-        split.sums.push(self.rows[seed].clone());
-        split.costs.push(Vec::new());
+        let start = self.rows.iter().nth(seed).map(|row| Row { counts: row.to_vec() }).unwrap_or_default();
+        split.classes.push(Class::new(start));
         for _ in 0..ROUNDS {
             split.assign();
             split.sum_up();
         }
         split.assign();
-        let pays = split.sums.iter().all(|sum| !sum.counts.is_empty()) && split.total() < self.total();
+        let pays = split.classes.iter().all(|class| !class.sum.counts.is_empty()) && split.total() < self.total();
         pays.then_some(split)
     }
 }
@@ -249,12 +340,14 @@ fn own_cost(row: &Row) -> u64 {
 }
 
 /// Returns the cost of each token in a class with these counts. 1/32 is added to each count, so that every cost is finite.
-fn token_costs(sum: &Row) -> Vec<u64> {
+fn token_costs(sum: &Row, tokens: usize) -> Vec<u32> {
     const PART: u64 = 32;
     let total = log2(PART * sum.lanes() + super::tables::MAX_TOKENS as u64);
     let cost = |n: u32| total - log2(PART * u64::from(n) + 1);
-    let mut costs: Vec<u64> = sum.counts.iter().map(|&n| cost(n)).collect();
-    costs.resize(super::tables::MAX_TOKENS, cost(0));
+    let mut costs = vec![cost(0) as u32; tokens];
+    for (cost_of, &n) in costs.iter_mut().zip(&sum.counts).filter(|(_, n)| **n != 0) {
+        *cost_of = cost(n) as u32;
+    }
     costs
 }
 
@@ -315,7 +408,81 @@ mod tests {
         assert_eq!(frequencies(&Row { counts: vec![1 << 24] }, None, 180).len(), 180);
     }
 
+    /// Splits as [`Clusters`] does, with all sums and costs computed anew in each round. Returns the sum of each class.
+    fn cluster_slowly(rows: &[Vec<u32>], classes_max: usize) -> Vec<Vec<u32>> {
+        fn sums(rows: &[Vec<u32>], of: &[usize], classes: usize) -> Vec<Row> {
+            let mut sums = vec![Row::default(); classes];
+            rows.iter().zip(of).for_each(|(row, &class)| sums[class].add(row));
+            sums
+        }
+        fn assign(rows: &[Vec<u32>], sums: &[Row]) -> (Vec<usize>, Vec<u64>) {
+            let costs: Vec<_> = sums.iter().map(|sum| token_costs(sum, 180)).collect();
+            let cost = |row: &Vec<u32>, class: usize| {
+                row.iter().zip(&costs[class]).map(|(&n, &c)| u64::from(n) * u64::from(c)).sum::<u64>()
+            };
+            rows.iter()
+                .map(|row| (0..sums.len()).map(|class| (cost(row, class), class)).min().map(|(a, b)| (b, a)).unwrap())
+                .unzip()
+        }
+        let total = |sums: &[Row], costs: &[u64]| {
+            let entries = sums.iter().flat_map(|sum| &sum.counts).filter(|&&n| n != 0).count() as u64;
+            costs.iter().sum::<u64>() + entries * ENTRY_COST
+        };
+        let own: Vec<u64> = rows.iter().map(|row| own_cost(&Row { counts: row.clone() })).collect();
+        let mut best = sums(rows, &vec![0; rows.len()], 1);
+        while best.len() < classes_max {
+            let (class, cost) = assign(rows, &best);
+            let mut excess = vec![Excess::default(); best.len()];
+            for i in 0..rows.len() {
+                let (cost, excess) = (cost[i].saturating_sub(own[i]), &mut excess[class[i]]);
+                excess.total += cost;
+                if cost >= excess.largest {
+                    (excess.largest, excess.row) = (cost, i);
+                }
+            }
+            excess.sort_unstable_by(|a, b| b.cmp(a));
+            let split = excess.iter().filter(|excess| excess.total > 0).find_map(|excess| {
+                let mut split = best.clone();
+                split.push(Row { counts: rows[excess.row].clone() });
+                for _ in 0..ROUNDS {
+                    split = sums(rows, &assign(rows, &split).0, split.len());
+                }
+                let pays = total(&split, &assign(rows, &split).1) < total(&best, &cost);
+                (pays && split.iter().all(|sum| !sum.counts.is_empty())).then_some(split)
+            });
+            let Some(split) = split else { break };
+            best = split;
+        }
+        best.into_iter().map(|sum| sum.counts).collect()
+    }
+
+    /// Rows around a few random distributions.
+    fn clustered_rows() -> impl Strategy<Value = Vec<Vec<u32>>> {
+        let row = (0u32..5, 1usize..40, 0u32..14, any::<u64>()).prop_map(|(kind, tokens, log2, seed)| {
+            let mut random = seed;
+            let count = |t: usize| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                ((random >> 40) as u32 % (1 << log2)) >> (t as u32 * (kind + 1) / 4).min(31)
+            };
+            let mut counts: Vec<u32> = (0..tokens + 1).map(count).collect();
+            counts[1] = counts[1].max(1);
+            counts
+        });
+        proptest::collection::vec(row, 1..60)
+    }
+
     proptest! {
+        #[test]
+        fn classes_are_those_of_the_slow_way(rows in clustered_rows(), classes_max in 1usize..=MAX_CLASSES) {
+            let structs: Vec<_> = rows.iter().map(|counts| Row { counts: counts.clone() }).collect();
+            let own: Vec<u64> = structs.iter().map(own_cost).collect();
+            let found = cluster(&structs, &own, classes_max);
+            let trimmed = |counts: &[u32]| counts[..counts.iter().rposition(|&n| n != 0).map_or(0, |last| last + 1)].to_vec();
+            let found: Vec<_> = found.iter().map(|sum| trimmed(&sum.counts)).collect();
+            let expected: Vec<_> = cluster_slowly(&rows, classes_max).iter().map(|counts| trimmed(counts)).collect();
+            prop_assert_eq!(found, expected);
+        }
+
         #[test]
         fn frequencies_are_valid(
             counts in proptest::collection::vec(prop_oneof![Just(0u32), 0u32..10, any::<u32>()], 1..180),
