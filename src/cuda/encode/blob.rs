@@ -50,11 +50,6 @@ impl PinnedBlob {
         Ok(self.memory.as_mut().map_or(&mut [], |memory| &mut memory[self.written..end]))
     }
 
-    /// Returns the bytes behind those that are written.
-    pub fn reserved(&self) -> &[u8] {
-        self.memory.as_ref().map_or(&[], |memory| &memory[self.written..])
-    }
-
     /// The next `bytes` bytes are written.
     pub fn commit(&mut self, bytes: usize) {
         self.written += bytes;

@@ -3,7 +3,8 @@
 use super::blob::PinnedBlob;
 use super::chunks::Limits;
 use super::digests::Known;
-use super::run::{Job, check_codec, encode};
+use super::job::Job;
+use super::run::{check_codec, encode};
 use super::session::Encoder;
 use crate::checkpoint::Checkpoint;
 use crate::cuda::checkpoint::DeviceCheckpoint;

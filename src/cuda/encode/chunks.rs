@@ -37,7 +37,7 @@ pub(in crate::cuda) struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { lanes: 3 << 29, payloads: 192 << 20, room: 320, copies: 128 << 20, hashed: 4 << 30, alone: 16 }
+        Self { lanes: 3 << 29, payloads: 64 << 20, room: 320, copies: 128 << 20, hashed: 4 << 30, alone: 16 }
     }
 }
 
@@ -131,11 +131,12 @@ fn tables_of(plan: &Plan) -> Option<&Arc<TableSet>> {
     plan.way.get().filter(|way| way.codec == Codec::Conditioned).and_then(|way| plan.tables_of(*way))
 }
 
+/// A chunk to encode: the index of its tensor, the plan of the tensor, and its number in the tensor.
+pub(super) type Job<'a> = (usize, &'a Plan, u64);
+
 /// A chunk, and what is known about it.
 pub(super) struct Chunk<'a> {
-    pub plan: &'a Plan,
-    /// Number of the chunk in its tensor.
-    pub number: u64,
+    pub job: Job<'a>,
     pub device: EncodeChunk,
     pub state: EncodeState,
 }
@@ -150,11 +151,11 @@ pub(super) struct Wave<'a> {
 impl<'a> Wave<'a> {
     /// Surveys chunks, chooses their maps, and counts their coded lanes. Sets the form of each payload that follows from these
     /// counts.
-    pub fn new(session: &Session<'_>, source: &Source, tables: &Tables, jobs: &[(&'a Plan, u64)]) -> Result<Self> {
-        let of_jobs = jobs.iter().map(|&(plan, number)| (plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2));
+    pub fn new(session: &Session<'_>, source: &Source, tables: &Tables, jobs: &[Job<'a>]) -> Result<Self> {
+        let of_jobs = jobs.iter().map(|&(_, plan, number)| (plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2));
         let (mut chunks, copies) = source.chunks(session, of_jobs)?;
         let _copied = Drained(session);
-        for (chunk, (plan, _)) in chunks.iter_mut().zip(jobs) {
+        for (chunk, (_, plan, _)) in chunks.iter_mut().zip(jobs) {
             chunk.tables = tables.place(plan);
         }
         let memory = survey_memory(&mut chunks);
@@ -180,8 +181,8 @@ impl<'a> Wave<'a> {
             session.launch(session.kernels.count, memory.parts, &parameter)?;
         }
         let found = session.read::<EncodeState>(&states, chunks.len())?;
-        let chunks = jobs.iter().zip(chunks).zip(found).map(|((&(plan, number), device), state)| {
-            let mut chunk = Chunk { plan, number, device, state };
+        let chunks = jobs.iter().zip(chunks).zip(found).map(|((&job, device), state)| {
+            let mut chunk = Chunk { job, device, state };
             chunk.choose_form();
             chunk
         });
@@ -190,10 +191,14 @@ impl<'a> Wave<'a> {
 }
 
 impl Chunk<'_> {
+    pub fn plan(&self) -> &Plan {
+        self.job.1
+    }
+
     /// Chooses the form of the payload, and its states and segments, as the encoder of the processor does.
     fn choose_form(&mut self) {
         let uncoded = self.uncoded();
-        let Self { plan, device, state, .. } = self;
+        let Self { job: (_, plan, _), device, state } = self;
         let codec = plan.way.get().map_or(Codec::Raw, |way| way.codec);
         device.form = match codec {
             _ if state.changed == 0 => form::NONE,
@@ -212,7 +217,7 @@ impl Chunk<'_> {
 
     /// The form of a payload without coded lanes.
     pub fn uncoded(&self) -> u8 {
-        let listed = crate::codec::conditioned::listed_bytes(self.state.changed as usize, self.plan.width() as usize);
+        let listed = crate::codec::conditioned::listed_bytes(self.state.changed as usize, self.plan().width() as usize);
         if (listed as u64) < self.bytes() { form::LISTED } else { form::PLAIN }
     }
 

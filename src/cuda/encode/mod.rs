@@ -8,19 +8,24 @@
 //! | `train` | samples for tables; the tables are made on the host |
 //! | `blob` | the blob, in a file or in memory |
 //! | `payloads` | streams and payloads |
+//! | `waves` | waves of chunks, encoded while the payloads of those before are copied |
+//! | `assembly` | the pair, in the order of its tensors |
 //! | `digests` | digests of tensors, hashed on the device |
-//! | `run` | all of it, in the order of the pair |
+//! | `job`, `run` | all of it |
 //! | `builder` | the builder `Encode` |
 
+mod assembly;
 mod blob;
 mod builder;
 mod chunks;
 mod digests;
+mod job;
 mod payloads;
 mod run;
 mod session;
 mod source;
 mod train;
+mod waves;
 
 pub use builder::Encode;
 #[cfg(test)]

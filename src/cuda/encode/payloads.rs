@@ -1,32 +1,42 @@
-//! Streams and payloads of chunks.
+//! Streams and payloads of the chunks of a wave.
 
-use super::blob::PinnedBlob;
 use super::chunks::{Chunk, Limits, Tables, Wave};
 use super::session::{Drained, Session};
 use crate::codec::conditioned::{size_of_cost, uncoded_bytes};
 use crate::codec::raw_size;
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
-use crate::cuda::runtime::memory::PinnedBuffer;
+use crate::cuda::hashes::{HashLaunch, HashPlan};
+use crate::cuda::runtime::memory::DeviceSlice;
+use crate::digest;
 use crate::error::Result;
-use crate::format::{ConditionedHeader, PAYLOAD_ALIGN};
+use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader, DIGEST_SIZE, PAYLOAD_ALIGN};
 use std::mem::offset_of;
 use std::ops::Range;
 
-/// Payloads of consecutive chunks of a wave, one after the other, each with padding.
+/// Payloads of consecutive chunks, one after the other, each with padding.
 pub(super) struct Payloads {
-    pub chunks: Range<usize>,
-    /// `None` if they are in the reserved memory of the blob.
-    pub stored: Option<PinnedBuffer>,
+    pub chunks: Vec<EncodedChunk>,
+    /// `None` if all payloads are empty.
+    pub memory: Option<DeviceSlice>,
 }
 
-/// What takes the payloads of a wave.
-pub(super) trait Sink {
-    /// Returns the blob if it is in pinned memory, and the size that is expected if `bytes` bytes of payloads follow for `lanes`
-    /// bytes of lanes.
-    fn pinned(&mut self, bytes: u64, lanes: u64) -> Option<(&mut PinnedBlob, usize)>;
+/// What the pair stores of a chunk.
+pub(super) struct EncodedChunk {
+    /// Index of the tensor.
+    pub tensor: usize,
+    /// Its offset is that of the payload among those that are written together.
+    pub record: ChunkMetadata,
+    pub sums: ChunkSums,
+    pub digest: [u8; DIGEST_SIZE],
+    /// Size of the lanes in bytes.
+    pub bytes: u64,
+}
 
-    /// Takes payloads in order.
-    fn add(&mut self, wave: &Wave<'_>, payloads: Payloads) -> Result<()>;
+impl EncodedChunk {
+    /// Offset of the end of the payload with its padding, among those that are written together.
+    pub fn end(&self) -> u64 {
+        self.record.blob_offset.get() + u64::from(self.record.compressed_size.get()).next_multiple_of(PAYLOAD_ALIGN)
+    }
 }
 
 /// Returns the worst-case number of words per coded lane: one for the symbol, and one per 16 extra bits.
@@ -42,8 +52,8 @@ fn words(chunk: &Chunk<'_>) -> u64 {
 
 /// Returns the size of a payload in bytes, without padding.
 fn payload_size(chunk: &Chunk<'_>) -> u64 {
-    let Chunk { device, state, plan, .. } = chunk;
-    let (width, changed) = (plan.width() as usize, state.changed as usize);
+    let Chunk { device, state, .. } = chunk;
+    let (width, changed) = (chunk.plan().width() as usize, state.changed as usize);
     match device.form {
         form::NONE => 0,
         form::RAW => raw_size(state.changed, width),
@@ -61,19 +71,19 @@ fn payload_size(chunk: &Chunk<'_>) -> u64 {
     }
 }
 
-/// Writes the payloads of a wave, some at a time, and passes them to `sink` in order. Sets `payload_size` and the state of each
-/// chunk.
+/// Writes the payloads of a wave, some at a time, and passes them to `sink` in order.
 pub(super) fn write(
     session: &Session<'_>,
     tables: &Tables,
     limits: Limits,
     wave: &mut Wave<'_>,
-    sink: &mut dyn Sink,
+    sink: &mut dyn FnMut(Payloads) -> Result<()>,
 ) -> Result<()> {
     for chunk in wave.chunks.iter_mut().filter(|chunk| chunk.device.form == form::CODED) {
-        let size = size_of_cost(chunk.state.cost, chunk.state.coded as usize, chunk.device.low_bits.into(), chunk.plan.pace);
+        let coded = chunk.state.coded;
+        let size = size_of_cost(chunk.state.cost, coded as usize, chunk.device.low_bits.into(), chunk.plan().pace);
         // Half of the bytes are words; 256ths of words per coded lane.
-        let estimated = (size / 2 * limits.room).div_ceil(u64::from(chunk.state.coded.max(1)));
+        let estimated = (size / 2 * limits.room).div_ceil(u64::from(coded.max(1)));
         chunk.device.words_scale = estimated.min(256 * words_max(&chunk.device)) as u32;
     }
     let mut first = 0;
@@ -87,8 +97,7 @@ pub(super) fn write(
             }
             (bytes, end) = (bytes + more, end + 1);
         }
-        let payloads = write_range(session, tables, limits, wave, first..end, sink)?;
-        sink.add(wave, payloads)?;
+        sink(write_range(session, tables, limits, wave, first..end)?)?;
         first = end;
     }
     Ok(())
@@ -100,41 +109,12 @@ fn write_range(
     limits: Limits,
     wave: &mut Wave<'_>,
     range: Range<usize>,
-    sink: &mut dyn Sink,
 ) -> Result<Payloads> {
     let mut pending: Vec<usize> = range.clone().filter(|&i| wave.chunks[i].device.form == form::CODED).collect();
     // The memory of each round is needed until the payloads are gathered.
     let mut rounds = Vec::new();
     while !pending.is_empty() {
-        let bytes: u64 = pending.iter().map(|&i| (2 * words(&wave.chunks[i])).next_multiple_of(16)).sum();
-        let memory = session.alloc(bytes)?;
-        let (mut at, mut segments) = (memory.address(), 0);
-        let mut list = Vec::with_capacity(pending.len());
-        for &i in &pending {
-            let room = (2 * words(&wave.chunks[i])).next_multiple_of(16);
-            let device = &mut wave.chunks[i].device;
-            (device.words, device.first_segment) = (at, segments);
-            (at, segments) = (at + room, segments + (1 << device.segments_log2));
-            list.push(*device);
-        }
-        // Many segments keep the device busy with a warp each. Few need several warps, to be encoded in less time.
-        let alone = u64::from(segments) >= limits.alone * u64::from(session.device.multiprocessors);
-        let uploaded = session.upload(&list)?;
-        let _drained = Drained(session);
-        let parameter = abi::Encode {
-            chunks: uploaded.address(),
-            tables: tables.address(),
-            count: list.len() as u32,
-            parts: segments,
-            alone: u32::from(alone),
-            ..abi::Encode::default()
-        };
-        let blocks = if alone { segments.div_ceil(abi::ENCODE_STREAM_THREADS / 32) } else { segments };
-        session.launch(session.kernels.streams, blocks, &parameter)?;
-        let found = read_states(session, wave, range.clone())?;
-        for &i in &pending {
-            wave.chunks[i].state = found[i - range.start];
-        }
+        rounds.push(encode_streams(session, tables, limits, wave, &pending, range.clone())?);
         pending.retain(|&i| wave.chunks[i].state.overflow != 0);
         for &i in &pending {
             let device = &mut wave.chunks[i].device;
@@ -144,12 +124,11 @@ fn write_range(
             let state = device.state - wave.states.address();
             session.clear(&wave.states.slice(state + overflow, 4)?)?;
         }
-        rounds.push(memory);
     }
 
     let mut bytes = 0;
     for chunk in &mut wave.chunks[range.clone()] {
-        let width = chunk.plan.width() as usize;
+        let width = chunk.plan().width() as usize;
         let mut size = payload_size(chunk);
         let most = uncoded_bytes(chunk.state.changed as usize, width, chunk.bytes() as usize) as u64;
         if chunk.device.form == form::CODED && size > most {
@@ -160,41 +139,123 @@ fn write_range(
         chunk.device.payload = bytes;
         bytes += size.next_multiple_of(PAYLOAD_ALIGN);
     }
-    let lanes = wave.chunks[range.clone()].iter().map(Chunk::bytes).sum();
-    let mut pinned = None;
-    let to = match sink.pinned(bytes, lanes) {
-        Some((blob, expected)) => blob.reserve(bytes as usize, expected)?,
-        None => &mut pinned.insert(session.pinned(bytes)?)[..],
-    };
-    if bytes > 0 {
-        let output = session.alloc(bytes)?;
-        let mut segments = 0;
-        let list = wave.chunks[range.clone()].iter().map(|chunk| {
-            let device = EncodeChunk { payload: output.address() + chunk.device.payload, first_segment: segments, ..chunk.device };
-            if device.form == form::CODED {
-                segments += 1 << device.segments_log2;
-            }
-            device
-        });
-        let list: Vec<_> = list.collect();
-        let uploaded = session.upload(&list)?;
-        let _drained = Drained(session);
-        let parameter =
-            abi::Encode { chunks: uploaded.address(), count: list.len() as u32, parts: segments, ..abi::Encode::default() };
-        session.launch(session.kernels.gather, list.len() as u32, &parameter)?;
-        session.launch(session.kernels.copy, segments, &parameter)?;
-        session.launch(session.kernels.crc, list.len() as u32, &parameter)?;
-        session.read_into(&output, to)?;
-        let found = read_states(session, wave, range.clone())?;
-        for (chunk, state) in wave.chunks[range.clone()].iter_mut().zip(found) {
-            chunk.state = state;
+    let (memory, digests) = match bytes {
+        0 => (None, Vec::new()),
+        _ => {
+            let output = session.alloc(bytes)?;
+            let digests = gather(session, wave, range.clone(), &output)?;
+            (Some(output), digests)
         }
+    };
+    let mut digests = digests.into_iter();
+    let chunks = wave.chunks[range].iter().map(|chunk| EncodedChunk {
+        tensor: chunk.job.0,
+        record: record(chunk),
+        sums: sums(chunk),
+        digest: if chunk.device.payload_size == 0 { digest::of_payload(&[]) } else { digests.next().unwrap_or_default() },
+        bytes: chunk.bytes(),
+    });
+    Ok(Payloads { chunks: chunks.collect(), memory })
+}
+
+/// Encodes the streams of some chunks, returns their memory, and reads the states of `range`.
+fn encode_streams(
+    session: &Session<'_>,
+    tables: &Tables,
+    limits: Limits,
+    wave: &mut Wave<'_>,
+    pending: &[usize],
+    range: Range<usize>,
+) -> Result<DeviceSlice> {
+    let bytes: u64 = pending.iter().map(|&i| (2 * words(&wave.chunks[i])).next_multiple_of(16)).sum();
+    let memory = session.alloc(bytes)?;
+    let (mut at, mut segments) = (memory.address(), 0);
+    let mut list = Vec::with_capacity(pending.len());
+    for &i in pending {
+        let room = (2 * words(&wave.chunks[i])).next_multiple_of(16);
+        let device = &mut wave.chunks[i].device;
+        (device.words, device.first_segment) = (at, segments);
+        (at, segments) = (at + room, segments + (1 << device.segments_log2));
+        list.push(*device);
     }
-    Ok(Payloads { chunks: range, stored: pinned })
+    // Many segments keep the device busy with a warp each. Few need several warps, to be encoded in less time.
+    let alone = u64::from(segments) >= limits.alone * u64::from(session.device.multiprocessors);
+    let uploaded = session.upload(&list)?;
+    let _drained = Drained(session);
+    let parameter = abi::Encode {
+        chunks: uploaded.address(),
+        tables: tables.address(),
+        count: list.len() as u32,
+        parts: segments,
+        alone: u32::from(alone),
+        ..abi::Encode::default()
+    };
+    let blocks = if alone { segments.div_ceil(abi::ENCODE_STREAM_THREADS / 32) } else { segments };
+    session.launch(session.kernels.streams, blocks, &parameter)?;
+    read_states(session, wave, range)?;
+    Ok(memory)
+}
+
+/// Writes the payloads of some chunks, reads their states, and returns the digests of those that are not empty.
+fn gather(session: &Session<'_>, wave: &mut Wave<'_>, range: Range<usize>, output: &DeviceSlice) -> Result<Vec<[u8; DIGEST_SIZE]>> {
+    let mut segments = 0;
+    let list = wave.chunks[range.clone()].iter().filter(|chunk| chunk.device.form != form::NONE).map(|chunk| {
+        let payload = output.address() + chunk.device.payload;
+        let device = EncodeChunk { payload, first_segment: segments, ..chunk.device };
+        if device.form == form::CODED {
+            segments += 1 << device.segments_log2;
+        }
+        device
+    });
+    let list: Vec<_> = list.collect();
+    let mut plan = HashPlan::default();
+    for device in &list {
+        plan.add(&output.slice(device.payload - output.address(), device.payload_size.into())?, None)?;
+    }
+    let uploaded = session.upload(&list)?;
+    let parts = session.upload(&plan.parts)?;
+    let (nodes, hashes) = (session.alloc(plan.node_bytes().max(4))?, session.alloc(32 * u64::from(plan.len()))?);
+    let _drained = Drained(session);
+    session.clear(&nodes)?;
+    let parameter = abi::Encode { chunks: uploaded.address(), count: list.len() as u32, parts: segments, ..abi::Encode::default() };
+    session.launch(session.kernels.gather, list.len() as u32, &parameter)?;
+    session.launch(session.kernels.copy, segments, &parameter)?;
+    session.launch(session.kernels.crc, list.len() as u32, &parameter)?;
+    let launch = HashLaunch { ranges: parts.address(), nodes: nodes.address(), hashes: hashes.address(), ..HashLaunch::default() };
+    session.hash(&plan, &launch)?;
+    read_states(session, wave, range)?;
+    Ok(session.read::<[u8; 32]>(&hashes, list.len())?.iter().filter_map(|hash| hash.first_chunk().copied()).collect())
 }
 
 /// Reads the states of some chunks.
-fn read_states(session: &Session<'_>, wave: &Wave<'_>, range: Range<usize>) -> Result<Vec<EncodeState>> {
+fn read_states(session: &Session<'_>, wave: &mut Wave<'_>, range: Range<usize>) -> Result<()> {
     let size = size_of::<EncodeState>();
-    session.read(&wave.states.slice((range.start * size) as u64, (range.len() * size) as u64)?, range.len())
+    let states = wave.states.slice((range.start * size) as u64, (range.len() * size) as u64)?;
+    let found = session.read(&states, range.len())?;
+    for (chunk, state) in wave.chunks[range].iter_mut().zip(found) {
+        chunk.state = state;
+    }
+    Ok(())
+}
+
+fn record(chunk: &Chunk<'_>) -> ChunkMetadata {
+    let Chunk { device, state, job: (_, plan, number) } = chunk;
+    let uncompressed_size = match device.form {
+        form::NONE => 0,
+        form::RAW => device.payload_size,
+        _ => chunk.bytes() as u32,
+    };
+    ChunkMetadata {
+        blob_offset: device.payload.into(),
+        compressed_size: device.payload_size.into(),
+        uncompressed_size: uncompressed_size.into(),
+        num_deltas: state.changed.into(),
+        crc32: state.crc32.into(),
+        output_offset: (number << plan.chunk_lanes_log2).into(),
+    }
+}
+
+/// The sums of a chunk. Without a base, the base lanes are zeros, whose sum is 0.
+fn sums(chunk: &Chunk<'_>) -> ChunkSums {
+    ChunkSums { base_sum: chunk.state.base_sum.into(), target_sum: chunk.state.target_sum.into() }
 }

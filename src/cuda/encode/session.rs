@@ -2,6 +2,7 @@
 
 use crate::cuda::abi;
 use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::hashes::{HashLaunch, HashPlan};
 use crate::cuda::runtime::copies::{self, CopyRows};
 use crate::cuda::runtime::driver::{self, Entered, Kernel, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::inner::Inner;
@@ -29,6 +30,8 @@ pub(in crate::cuda) struct Memory {
     /// Allocations. Those without another reference are free.
     kept: Vec<DeviceSlice>,
     scratch: Option<Scratch>,
+    /// Size of the blob of the last encoding in pinned memory. The next one is expected to be about as large.
+    pub blob_bytes: usize,
 }
 
 /// Scratch memory of the blocks of a kernel, in slots. The counts are zeros between launches.
@@ -192,6 +195,13 @@ impl<'a> Session<'a> {
     /// Waits for all queued work.
     pub fn wait(&self) -> Result<()> {
         self.device.wait_for(self.cx, self.raw())
+    }
+
+    /// Queues the hashes of a plan, whose parts, nodes and hashes `launch` has.
+    pub fn hash(&self, plan: &HashPlan, launch: &HashLaunch) -> Result<()> {
+        let kernel = self.device.kernels.hash(&self.device.context)?;
+        // SAFETY: as for launches of the encoder's kernels. The nodes are zeros, and the stream orders the launches that use them.
+        unsafe { plan.slice_after(None).queue(self.cx, kernel, self.raw(), launch) }
     }
 
     /// Queues a launch, unless there is no work.

@@ -143,7 +143,7 @@ fn weights(random: &mut Random, lanes: usize, rarity: usize) -> (Vec<u8>, Vec<u8
         let magnitude = 0x3C00u32.saturating_sub((random.bits().leading_zeros() << 7) + random.below(128) as u32) as u16;
         let lane = magnitude | (random.bits() as u16 & 0x8000);
         // Small weights change more often.
-        let change = random.once_in(rarity) && random.below(0x3C00) > usize::from(magnitude) - 0x3000;
+        let change = random.once_in(rarity) && random.below(0x3C00) > usize::from(magnitude).saturating_sub(0x3000);
         base.extend(lane.to_le_bytes());
         target.extend((if change { lane + 1 + random.below(3) as u16 } else { lane }).to_le_bytes());
     }

@@ -1,0 +1,28 @@
+//! What an encoding on a device does.
+
+use super::chunks::Limits;
+use super::digests::Known;
+use super::session::Encoder;
+use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::runtime::stream::Stream;
+use crate::encode::EncodeOptions;
+use crate::error::Error;
+use crate::watch::Progress;
+
+/// What to encode, and how. See the methods of the builder.
+pub(super) struct Job<'a> {
+    pub target: &'a DeviceCheckpoint,
+    pub base: Option<&'a DeviceCheckpoint>,
+    pub options: &'a EncodeOptions,
+    pub base_digests: &'a Known,
+    pub target_digests: &'a Known,
+    pub after: Option<&'a Stream>,
+    pub encoder: Option<&'a Encoder>,
+    pub limits: Limits,
+    pub watcher: Progress<'a>,
+}
+
+/// The error for an option that the encoder on a device lacks.
+pub(super) fn unsupported(what: &str) -> Error {
+    Error::InvalidArgument(format!("encoding on a device: {what}"))
+}
