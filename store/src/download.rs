@@ -5,11 +5,12 @@ use crate::error::{Error, Result};
 use crate::manifest::{MAX_SEGMENT, Segment, Stored, StoredPair};
 use crate::names;
 use crate::remote::Remote;
+use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use tpde::{BaseKind, FileSource, OpenOptions, Pair, ValidatedIndex, Watch};
+use tpde::{BaseKind, FileSource, OpenOptions, Pair, Rectangle, Tensor, ValidatedIndex, Watch};
 
 /// Ranges with a smaller gap between them are read by one request.
 const GAP: u64 = 1 << 20;
@@ -82,6 +83,26 @@ fn open(path: &Path) -> Result<File> {
     File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("create", path, e))
 }
 
+/// What the tensors and parts of a pair are made from: names of base tensors, with the parts of them, or `None` for all.
+#[derive(Default)]
+struct Bases(HashMap<String, Vec<Option<Rectangle>>>);
+
+impl Bases {
+    fn add(&mut self, tensor: &Tensor<'_>) {
+        if tensor.base_kind != BaseKind::None {
+            // The base of a part is the same part of a tensor of the same shape, unless it is formed otherwise.
+            let part = (tensor.base_kind == BaseKind::Same).then(|| tensor.rectangle());
+            self.0.entry(tensor.base_name.to_owned()).or_default().push(part);
+        }
+    }
+
+    /// Whether something is made from this tensor or part.
+    fn have(&self, tensor: &Tensor<'_>) -> bool {
+        let meets = |part: &Option<Rectangle>| part.as_ref().is_none_or(|part| part.intersection(&tensor.rectangle()).is_some());
+        self.0.get(tensor.name).is_some_and(|parts| parts.iter().any(meets))
+    }
+}
+
 /// The pairs that were read from a store, in a folder.
 pub(crate) struct Cache<'a> {
     pub remote: &'a Remote,
@@ -90,7 +111,8 @@ pub(crate) struct Cache<'a> {
 }
 
 impl Cache<'_> {
-    fn stem(&self, pair: &StoredPair) -> PathBuf {
+    /// Path of a pair, without endings.
+    pub fn stem(&self, pair: &StoredPair) -> PathBuf {
         self.folder.join(pair.digest.to_string())
     }
 
@@ -113,15 +135,15 @@ impl Cache<'_> {
         self.open(pair)
     }
 
-    /// A pair with the payloads of tensors that `is_wanted` names. Other payloads are zeros, and reading them is an error. Payloads
-    /// that an earlier call has read are not read again. Returns the names of the base tensors of the wanted tensors too.
-    pub fn partial(&self, pair: &StoredPair, is_wanted: &dyn Fn(&str) -> bool) -> Result<(Pair<FileSource>, Vec<String>)> {
+    /// A pair with the payloads of the tensors and parts that are wanted. Other payloads are zeros, and reading them is an error.
+    /// Payloads that an earlier call has read are not read again. Returns also what the wanted ones are made from.
+    fn partial(&self, pair: &StoredPair, is_wanted: &dyn Fn(&Tensor<'_>) -> bool) -> Result<(Pair<FileSource>, Bases)> {
         let index = self.index(pair)?;
         let held = self.held(pair);
         let mut scratch = Vec::new();
         let mut ranges: Vec<_> = held.is_none().then_some(HEADER).into_iter().collect();
-        let mut bases = Vec::new();
-        for tensor in index.tensors().filter(|tensor| is_wanted(tensor.name)) {
+        let mut bases = Bases::default();
+        for tensor in index.tensors().filter(is_wanted) {
             for (number, chunk) in tensor.chunks().map(|number| (number, index.chunk(number))) {
                 // Compares CRC-32 and digest.
                 let mut is_held = || held.as_ref().is_some_and(|held| held.payload(number, &mut scratch).is_ok());
@@ -130,9 +152,7 @@ impl Cache<'_> {
                     ranges.push(chunk.blob_offset..end);
                 }
             }
-            if tensor.base_kind != BaseKind::None {
-                bases.push(tensor.base_name.to_owned());
-            }
+            bases.add(&tensor);
         }
         self.ranges(&pair.blob, &ranges, &self.stem(pair).with_extension("tpde-blob"))?;
         Ok((self.open(pair)?, bases))
@@ -162,6 +182,28 @@ impl Cache<'_> {
             file.write_all_at(&bytes, offset + range.start).map_err(|e| Error::io("write", path, e))
         })
     }
+}
+
+/// Reads the pairs of a route from the store: whole, or with the payloads of wanted tensors and parts, and of what these are made
+/// from in the pairs before.
+pub(crate) fn fetch_pairs(
+    cache: &Cache<'_>,
+    route: &[StoredPair],
+    is_wanted: Option<&dyn Fn(&Tensor<'_>) -> bool>,
+) -> Result<Vec<Pair<FileSource>>> {
+    let Some(is_wanted) = is_wanted else {
+        return route.iter().map(|pair| cache.whole(pair)).collect();
+    };
+    let mut pairs = Vec::new();
+    let mut bases: Option<Bases> = None;
+    for pair in route.iter().rev() {
+        let wanted = |tensor: &Tensor<'_>| bases.as_ref().map_or_else(|| is_wanted(tensor), |bases| bases.have(tensor));
+        let (opened, next) = cache.partial(pair, &wanted)?;
+        bases = Some(next);
+        pairs.push(opened);
+    }
+    pairs.reverse();
+    Ok(pairs)
 }
 
 /// Cuts ranges of a file at its segments, after joining those with small gaps. Gives the offset of the segment in the file, the

@@ -1,7 +1,7 @@
 //! `get`: rebuilds a version.
 
 use crate::catalog::Catalog;
-use crate::download::{Cache, to_file};
+use crate::download::{Cache, fetch_pairs, to_file};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, resolve};
@@ -10,7 +10,9 @@ use crate::route::{self, Start};
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use tpde::{Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint, ValidatedIndex, Watch};
+use tpde::{
+    Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint, Tensor, ValidatedIndex, Watch,
+};
 
 /// Options of [`Store::get`](crate::Store::get).
 #[derive(Default)]
@@ -74,24 +76,8 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let watch = options.watch.unwrap_or(NOBODY);
     let cache = Cache { remote: &prefix.remote, folder, watch };
 
-    let mut pairs = Vec::new();
-    match options.tensors {
-        None => {
-            for pair in &route.pairs {
-                pairs.push(cache.whole(pair)?);
-            }
-        }
-        Some(is_wanted) => {
-            let mut bases: Option<HashSet<String>> = None;
-            for pair in route.pairs.iter().rev() {
-                let wanted = |name: &str| bases.as_ref().map_or_else(|| is_wanted(name), |bases| bases.contains(name));
-                let (opened, next) = cache.partial(pair, &wanted)?;
-                bases = Some(next.into_iter().collect());
-                pairs.push(opened);
-            }
-            pairs.reverse();
-        }
-    }
+    let by_name = options.tensors.map(|is_wanted| move |tensor: &Tensor<'_>| is_wanted(tensor.name));
+    let pairs = fetch_pairs(&cache, &route.pairs, by_name.as_ref().map(|by_name| by_name as _))?;
     let base = open_source(&route, &have)?;
     rebuild(&cache, &version, base.as_ref(), &pairs, output, options.tensors)?;
     if options.cache.is_none() {

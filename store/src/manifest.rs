@@ -135,7 +135,7 @@ impl StoredPair {
         self.index.segments.iter().chain(&self.blob.segments)
     }
 
-    fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check().map_err(|reason| format!("index: {reason}"))?;
         self.blob.check().map_err(|reason| format!("blob: {reason}"))
     }

@@ -2,7 +2,7 @@
 
 use crate::catalog::Catalog;
 use crate::digest::Digest;
-use crate::download::Cache;
+use crate::download::{Cache, fetch_pairs};
 use crate::error::{Error, Result};
 use crate::manifest::{Content, Stored, StoredFile, StoredPair, Version};
 use crate::names;
@@ -13,7 +13,10 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, SafetensorsCheckpoint, ValidatedIndex, Watch};
+use tpde::{
+    Apply, BaseKind, Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, PairPaths, SafetensorsCheckpoint,
+    Tensor, ValidatedIndex, Watch,
+};
 
 /// How a version is stored.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,7 +41,7 @@ pub struct PutOptions<'a> {
     /// The branch. It is created if it does not exist. The default is `main`.
     pub branch: String,
     /// The version that is the base. By default the head of the branch. A version of another branch can be named only for the first
-    /// version of a branch.
+    /// version of a branch. If another version of the branch is its head, that is a conflict.
     pub parent: Option<String>,
     /// How the version is stored.
     pub anchor: Anchor,
@@ -119,12 +122,13 @@ impl<'a> PutOptions<'a> {
 }
 
 pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOptions<'_>) -> Result<Version> {
-    let begin = Instant::now();
-    let watch = options.watch.unwrap_or(NOBODY);
-    names::check_branch(&options.branch).map_err(Error::InvalidArgument)?;
     let path = checkpoint.as_ref();
-    let target = SafetensorsCheckpoint::open(path)?;
-    let mut catalog = Catalog::new(&prefix.remote);
+    put_checkpoint(prefix, &SafetensorsCheckpoint::open(path)?, path.is_dir().then_some(path), options)
+}
+
+/// The head of the branch, the parent of the next version, and that version without its content.
+fn next_version(catalog: &mut Catalog<'_>, options: &PutOptions<'_>) -> Result<(Option<Version>, Version)> {
+    names::check_branch(&options.branch).map_err(Error::InvalidArgument)?;
     let branch = catalog.branch(&options.branch)?;
     let (head, number) = (branch.head().cloned(), branch.next_number());
     let parent = match &options.parent {
@@ -134,12 +138,29 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     if let (Some(head), Some(parent)) = (&head, &parent)
         && head.id != parent.id
     {
+        if parent.branch == head.branch {
+            return Err(Error::Conflict { version: head.name() });
+        }
         let reason = format!("the parent of a new version of {} is its head {}, not {}", head.branch, head.name(), parent.name());
         return Err(Error::InvalidArgument(reason));
     }
-    let have = resolve(&mut catalog, &options.have)?;
     let mut version = new_version(&options.branch, number, parent.as_ref());
     version.metadata.clone_from(&options.metadata);
+    Ok((parent, version))
+}
+
+/// Stores a checkpoint, and the other files of its folder.
+pub(crate) fn put_checkpoint(
+    prefix: &Prefix,
+    target: &dyn Checkpoint,
+    folder: Option<&Path>,
+    options: &PutOptions<'_>,
+) -> Result<Version> {
+    let begin = Instant::now();
+    let watch = options.watch.unwrap_or(NOBODY);
+    let mut catalog = Catalog::new(&prefix.remote);
+    let (parent, mut version) = next_version(&mut catalog, options)?;
+    let have = resolve(&mut catalog, &options.have)?;
     version.tensors = target.tensors().len() as u64;
     version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
 
@@ -148,7 +169,7 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     let pair_files = match (&options.anchor, &parent) {
         (Anchor::External { hint }, _) => {
             // Encoded against itself, only to form its digests. Nothing of it is kept.
-            let pair = Encode::new(&target).base(&target).options(encode).watch(watch).to_memory()?.0;
+            let pair = Encode::new(target).base(target).options(encode).watch(watch).to_memory()?.0;
             version.state = state(pair.index());
             version.content = Content::External { hint: hint.clone() };
             file_names(pair.index())
@@ -158,20 +179,20 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
             let folder = temporary()?;
             let base = Base::open(&Cache { remote: &prefix.remote, folder: folder.path(), watch }, &route, &have)?;
             let chain = base.chain()?;
-            let (index, pair) = upload_pair(prefix, Encode::new(&target).base(&chain).options(encode).watch(watch))?;
+            let (index, pair) = upload_pair(prefix, Encode::new(target).base(&chain).options(encode).watch(watch))?;
             version.state = state(&index);
             version.content = Content::Difference(pair);
             file_names(&index)
         }
         _ => {
-            let (index, pair) = upload_pair(prefix, Encode::new(&target).options(encode).watch(watch))?;
+            let (index, pair) = upload_pair(prefix, Encode::new(target).options(encode).watch(watch))?;
             version.state = state(&index);
             version.content = Content::Whole(pair);
             file_names(&index)
         }
     };
-    if path.is_dir() {
-        for (name, path) in files_below(path, &pair_files)? {
+    if let Some(folder) = folder {
+        for (name, path) in files_below(folder, &pair_files)? {
             watch.done(0)?;
             let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
             let content = Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(file);
@@ -182,8 +203,68 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
     Ok(version)
 }
 
+/// Stores a pair that was made elsewhere.
+pub(crate) fn put_pair(prefix: &Prefix, path: &Path, options: &PutOptions<'_>) -> Result<Version> {
+    let begin = Instant::now();
+    let mut catalog = Catalog::new(&prefix.remote);
+    let (parent, mut version) = next_version(&mut catalog, options)?;
+    let have = resolve(&mut catalog, &options.have)?;
+    let pair = tpde::Pair::open(path)?;
+    let index = pair.index();
+    if !index.has_payload_digests() {
+        let reason = "a pair in a store has the digest of each payload: encode or merge it with payload digests";
+        return Err(Error::InvalidArgument(reason.into()));
+    }
+    let is_whole = index.tensors().all(|tensor| tensor.base_kind == BaseKind::None);
+    if !is_whole {
+        let reason = || Error::InvalidArgument(format!("the pair has a base, and {} has no parent", version.name()));
+        let route = route::find(&mut catalog, parent.as_ref().ok_or_else(reason)?, Start::Get(&have))?;
+        check_fits(prefix, &route, &have, &pair, options.watch.unwrap_or(NOBODY))?;
+    }
+    version.tensors = index.tensors().map(|tensor| tensor.name).collect::<HashSet<_>>().len() as u64;
+    version.tensor_bytes = index.tensor_bytes().1;
+    version.state = state(index);
+    let stored = upload_files(prefix, path)?;
+    version.content = if is_whole { Content::Whole(stored) } else { Content::Difference(stored) };
+    prefix.publish(&version, begin)?;
+    Ok(version)
+}
+
+/// Checks that the base of a pair is what a route leads to. If both describe the same parts of tensors, the digests in the indexes
+/// say so. Otherwise the pair is decoded.
+fn check_fits(prefix: &Prefix, route: &Route, have: &Have, pair: &tpde::Pair<FileSource>, watch: &dyn Watch) -> Result<()> {
+    let folder = temporary()?;
+    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
+    let checkpoint = open_source(route, have)?;
+    let base = checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint);
+    let before = fetch_pairs(&cache, &route.pairs, Some(&|_| false))?;
+    Chain::new(base, before.iter().chain([pair]))?;
+    let is_described = |tensor: Tensor<'_>| {
+        let of_base = before.iter().next_back().into_iter().flat_map(|last| last.index().entries(tensor.base_name));
+        tensor.base_kind == BaseKind::Same && of_base.into_iter().any(|entry| entry.rectangle() == tensor.rectangle())
+    };
+    if !pair.index().tensors().filter(|tensor| tensor.base_kind != BaseKind::None).all(is_described) {
+        let before = fetch_pairs(&cache, &route.pairs, None)?;
+        Apply::new(pair).base(&Chain::new(base, &before)?).watch(watch).verify()?;
+    }
+    Ok(())
+}
+
+/// Uploads the files of a pair.
+pub(crate) fn upload_files(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
+    let known = HashSet::new();
+    let paths = PairPaths::new(path);
+    let digest = Digest(*tpde::Pair::open(path)?.index().pair_digest());
+    let upload = |path: &Path| {
+        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(file).map_err(|e| Error::io("read", path, e))?
+    };
+    let (index, blob) = (upload(&paths.index)?, upload(&paths.blob)?);
+    Ok(StoredPair { digest, index, blob })
+}
+
 /// Whether the store's rules ask for an anchor behind `parent`.
-fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) -> Result<bool> {
+pub(crate) fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) -> Result<bool> {
     let Some(route) = route::find_if_any(catalog, parent, Start::Anchor)? else { return Ok(false) };
     let (count, bytes, anchor) = route.since_anchor();
     let is_long = prefix.rules.anchor_every > 0 && count + 1 >= prefix.rules.anchor_every;

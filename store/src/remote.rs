@@ -9,9 +9,11 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 use tokio::runtime::Runtime;
+use tpde::Watch;
 
 /// Number of requests after which an error is final.
 const ATTEMPTS: u32 = 4;
@@ -20,10 +22,18 @@ const BACKOFF: Duration = Duration::from_millis(50);
 /// Number of concurrent requests.
 pub(crate) const IN_FLIGHT: usize = 8;
 
+/// Interval at which a call that waits for a request asks its watcher whether to go on.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A watcher that requests can hold.
+pub(crate) type SharedWatch = Arc<dyn Watch + Send + Sync>;
+
 /// An object store, and a prefix in it.
 #[derive(Clone)]
 pub struct Remote {
     shared: Arc<Shared>,
+    /// Can end calls that wait for a request.
+    watch: Option<SharedWatch>,
 }
 
 struct Shared {
@@ -53,15 +63,28 @@ pub(crate) struct Entry {
 }
 
 /// A request that runs in the background.
-pub(crate) struct Pending<T>(mpsc::Receiver<T>);
+pub(crate) struct Pending<T> {
+    result: mpsc::Receiver<T>,
+    watch: Option<SharedWatch>,
+}
 
 impl<T> Pending<T> {
+    /// Waits for the result. If the watcher ends the call first, the request goes on in the background.
     pub fn wait(self) -> Result<T> {
-        self.0.recv().map_err(|_| Error::Request {
-            action: "finish",
-            object: "a request".into(),
-            source: "its task ended without a result".into(),
-        })
+        loop {
+            match (self.result.recv_timeout(LOOK), &self.watch) {
+                (Ok(result), _) => return Ok(result),
+                (Err(RecvTimeoutError::Timeout), None) => {}
+                (Err(RecvTimeoutError::Timeout), Some(watch)) => watch.done(0)?,
+                (Err(RecvTimeoutError::Disconnected), _) => {
+                    return Err(Error::Request {
+                        action: "finish",
+                        object: "a request".into(),
+                        source: "its task ended without a result".into(),
+                    });
+                }
+            }
+        }
     }
 }
 
@@ -97,7 +120,12 @@ impl Remote {
     pub fn new(store: Arc<dyn ObjectStore>, prefix: ObjectPath, location: &str) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tpde-store").enable_all().build();
         let runtime = Some(runtime.map_err(|e| Error::io("start", Path::new("the threads of the store"), e))?);
-        Ok(Self { shared: Arc::new(Shared { store, prefix, location: location.to_owned(), runtime }) })
+        Ok(Self { shared: Arc::new(Shared { store, prefix, location: location.to_owned(), runtime }), watch: None })
+    }
+
+    /// The same object store. `watch` can end calls that wait for a request.
+    pub fn watched(&self, watch: SharedWatch) -> Self {
+        Self { shared: self.shared.clone(), watch: Some(watch) }
     }
 
     pub fn location(&self) -> &str {
@@ -112,7 +140,7 @@ impl Remote {
                 let _ = sender.send(work.await);
             });
         }
-        Pending(receiver)
+        Pending { result: receiver, watch: self.watch.clone() }
     }
 
     fn path(&self, name: &str) -> ObjectPath {

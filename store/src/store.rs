@@ -1,21 +1,25 @@
 //! The store: its calls.
 
 use crate::catalog::{Branch, Catalog};
+use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::fold::{self, FoldOptions, PruneReport};
 use crate::gc::{self, GcReport};
 use crate::get::{self, GetOptions};
-use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, Shortcut, StoreManifest, Version};
+use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, Shortcut, StoreManifest, StoredPair, Version};
 use crate::names::{self, STORE};
-use crate::prefix::{Prefix, SEGMENT_BYTES, json, new_id, new_version, now};
+use crate::opened::{self, Opened};
+use crate::prefix::{NOBODY, Prefix, SEGMENT_BYTES, json, new_id, new_version, now};
 use crate::put::{self, PutOptions};
 use crate::remote::Remote;
 use crate::report::{self, VersionReport};
 use crate::verify::{self, VerifyReport};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tpde::{Checkpoint, Rectangle, Watch};
 
 /// Versions of checkpoints in a folder or an object store.
 ///
@@ -97,6 +101,14 @@ impl Store {
         Self::init_at(Remote::open(location, true)?, options)
     }
 
+    /// [`Store::init`], and then [`Store::watched`]: the watcher can end this call too.
+    ///
+    /// # Errors
+    /// As for [`Store::init`], and the watcher's.
+    pub fn init_watched(location: &str, options: &StoreOptions, watch: Arc<dyn Watch + Send + Sync>) -> Result<Self> {
+        Self::init_at(Remote::open(location, true)?.watched(watch), options)
+    }
+
     pub(crate) fn init_at(remote: Remote, options: &StoreOptions) -> Result<Self> {
         if options.grace < Duration::from_secs(2) {
             return Err(Error::InvalidArgument(format!("a grace of {:?}: expected at least 2 s", options.grace)));
@@ -121,10 +133,26 @@ impl Store {
         Self::open_at(Remote::open(location, false)?)
     }
 
+    /// [`Store::open`], and then [`Store::watched`]: the watcher can end this call too.
+    ///
+    /// # Errors
+    /// As for [`Store::open`], and the watcher's.
+    pub fn open_watched(location: &str, watch: Arc<dyn Watch + Send + Sync>) -> Result<Self> {
+        Self::open_at(Remote::open(location, false)?.watched(watch))
+    }
+
     pub(crate) fn open_at(remote: Remote) -> Result<Self> {
         let found = remote.get(STORE.into(), None, MAX_MANIFEST).wait()??;
         let bytes = found.ok_or_else(|| Error::NotAStore { location: remote.location().to_owned() })?;
         Ok(Self(Prefix { rules: StoreManifest::parse(&bytes, STORE)?, remote, segment_bytes: SEGMENT_BYTES }))
+    }
+
+    /// The same store, for calls that `watch` can end while they wait for a request: it is asked every 50 ms. The call then returns
+    /// the watcher's error, and the request may still be carried out.
+    #[must_use]
+    pub fn watched(&self, watch: Arc<dyn Watch + Send + Sync>) -> Self {
+        let Prefix { remote, rules, segment_bytes } = &self.0;
+        Self(Prefix { remote: remote.watched(watch), rules: rules.clone(), segment_bytes: *segment_bytes })
     }
 
     /// The version that `version` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
@@ -223,6 +251,14 @@ impl Store {
         put::put(&self.0, checkpoint.as_ref(), options)
     }
 
+    /// [`Store::put`] for tensors in memory. The version has no files; [`Store::get`] writes it as one safetensors file.
+    ///
+    /// # Errors
+    /// As for [`Store::put`].
+    pub fn put_tensors(&self, tensors: &dyn Checkpoint, options: &PutOptions<'_>) -> Result<Version> {
+        put::put_checkpoint(&self.0, tensors, None, options)
+    }
+
     /// Rebuilds a version as `output`: a file, or a folder with all files of the checkpoint. `output` must not exist. It appears
     /// when it is complete: all digests are compared, and all files are synced.
     ///
@@ -242,6 +278,66 @@ impl Store {
     pub fn report(&self, branch: &str) -> Result<Vec<VersionReport>> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
         report::report(&self.0, branch)
+    }
+
+    /// Reads the pairs of a version into a local folder: [`GetOptions::cache`], or a temporary one. Its tensors can then be read, in
+    /// whole or in part, without rebuilding it as files, and be the base of a pair.
+    ///
+    /// With `parts`, rectangles by name of the tensor, only the payloads of those parts of tensors are read that have elements of
+    /// them; with [`GetOptions::tensors`], only those of the selected tensors. Reading others is an error then.
+    ///
+    /// # Errors
+    /// As for [`Store::get`]. A version that is in [`GetOptions::have`] is no error.
+    pub fn open_version(
+        &self,
+        version: &str,
+        parts: Option<&BTreeMap<String, Vec<Rectangle>>>,
+        options: &GetOptions<'_>,
+    ) -> Result<Opened> {
+        opened::open_version(&self.0, version, parts, options)
+    }
+
+    /// Whether the store's rules ask for a whole version behind this one. [`Store::put`] follows them; callers of
+    /// [`Store::put_pair`] ask.
+    ///
+    /// # Errors
+    /// As for [`Store::version`].
+    pub fn needs_anchor(&self, version: &str) -> Result<bool> {
+        let mut catalog = Catalog::new(&self.0.remote);
+        let version = catalog.find(version)?;
+        put::needs_anchor(&self.0, &mut catalog, &version)
+    }
+
+    /// Stores a pair that was made elsewhere as the next version of a branch, such as one merged from the pairs of several ranks. Its
+    /// base is the parent. It is compared with the parent by the digests in the indexes, or if the two describe other parts of
+    /// tensors, by decoding the pair.
+    /// [`PutOptions::anchor`] and [`PutOptions::encode`] have no effect.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the pair has no payload digests; [`Error::Tpde`] with [`tpde::Error::Step`] or
+    /// [`tpde::Error::WrongBase`] if it does not fit the parent; otherwise as for [`Store::put`].
+    pub fn put_pair(&self, pair: impl AsRef<Path>, options: &PutOptions<'_>) -> Result<Version> {
+        put::put_pair(&self.0, pair.as_ref(), options)
+    }
+
+    /// Uploads a pair without a version. [`Store::gc`] removes it once it is older than the grace. So ranks that share no folder can
+    /// pass their pairs to one that merges them.
+    ///
+    /// # Errors
+    /// The errors of opening the pair, and of requests.
+    pub fn upload_pair(&self, pair: impl AsRef<Path>) -> Result<StoredPair> {
+        put::upload_files(&self.0, pair.as_ref())
+    }
+
+    /// Reads a pair of [`Store::upload_pair`] into a folder. Returns its path.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`]; [`Error::InvalidArgument`] if `stored` contradicts itself; the errors of requests.
+    pub fn download_pair(&self, stored: &StoredPair, folder: impl AsRef<Path>) -> Result<PathBuf> {
+        stored.check().map_err(Error::InvalidArgument)?;
+        let cache = Cache { remote: &self.0.remote, folder: folder.as_ref(), watch: NOBODY };
+        cache.whole(stored)?;
+        Ok(cache.stem(stored))
     }
 
     /// Reads all objects of the versions of a branch, or of all branches, and compares their digests. With `rebuild`, also rebuilds

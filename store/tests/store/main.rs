@@ -5,6 +5,7 @@ mod deleted;
 mod faulty;
 mod folded;
 mod hostile;
+mod opened;
 mod watched;
 
 use checkpoints::{NAMES, Random, Weights, tree};
