@@ -5,7 +5,7 @@ use pyo3::types::{PyDict, PySlice, PyTuple};
 use tpde::Error;
 
 /// An instance of the exception class `class`, with this message and these attributes.
-fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
+pub fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
     let made = py
         .import("tpde._errors")
         .and_then(|module| module.getattr(class))

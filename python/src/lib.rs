@@ -14,6 +14,8 @@ mod pair;
 mod paths;
 mod rebuild;
 mod run;
+#[cfg(feature = "store")]
+mod store;
 
 use pyo3::prelude::*;
 
@@ -31,6 +33,9 @@ mod _tpde {
     use super::paths::{apply, encode, encode_memory, fold, inspect, merge, verify};
     #[pymodule_export]
     use super::rebuild::{Captured, Launched, Plan, Rebuild};
+    #[cfg(feature = "store")]
+    #[pymodule_export]
+    use super::store::{OpenVersion, Store};
 
     use pyo3::prelude::*;
 

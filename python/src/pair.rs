@@ -147,7 +147,7 @@ impl Pair {
             check_apart_from_base(slices.iter().map(|slice| &slice.0), base.as_ref())?;
             self.on_base(base.as_ref(), |base| {
                 // SAFETY: `check_apart_from_base` has checked that the base has none of this memory.
-                let slices = unsafe { self.slices(&slices)? };
+                let slices = unsafe { self::slices(&self.pair, &slices)? };
                 Apply::new(&self.pair).base(base).digests(digests).watch(steering).to_slices(slices).map(|_| ())
             })
         })
@@ -210,7 +210,7 @@ impl Pair {
         let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
         run(py, progress, total, |steering| {
             // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
-            let slices = unsafe { self.slices(&slices)? };
+            let slices = unsafe { self::slices(&self.pair, &slices)? };
             applied(Apply::new(&self.pair).watch(steering).in_place_slices(slices, mode))
         })
     }
@@ -268,19 +268,6 @@ impl Pair {
         self.pair.clone()
     }
 
-    /// Slices for writing. Dtypes and shapes must be those in the pair.
-    ///
-    /// # Safety
-    /// As for [`memory::fused`].
-    unsafe fn slices<'a>(&self, slices: &'a [SliceMemory]) -> Result<Vec<FusedSlices<'a>>> {
-        for slice in slices {
-            let name = slice.0.name();
-            check_type(&slice.0, &self.pair.index().find(name).ok_or_else(|| unknown(name))?)?;
-        }
-        // SAFETY: promised by the caller.
-        Ok(unsafe { memory::fused(slices) })
-    }
-
     fn on_base<R>(&self, base: Option<&Tensors>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
         match (base, &self.base) {
             (Some(tensors), _) => work(&*tensors.checkpoint()?),
@@ -288,6 +275,19 @@ impl Pair {
             (None, None) => work(&MemoryCheckpoint::default()),
         }
     }
+}
+
+/// Slices for writing. Dtypes and shapes must be those in the pair.
+///
+/// # Safety
+/// As for [`memory::fused`].
+pub unsafe fn slices<'a>(pair: &tpde::Pair<FileSource>, slices: &'a [SliceMemory]) -> Result<Vec<FusedSlices<'a>>> {
+    for slice in slices {
+        let name = slice.0.name();
+        check_type(&slice.0, &pair.index().find(name).ok_or_else(|| unknown(name))?)?;
+    }
+    // SAFETY: promised by the caller.
+    Ok(unsafe { memory::fused(slices) })
 }
 
 /// Checks that dtype and shape of a tensor are those in the pair.

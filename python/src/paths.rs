@@ -32,7 +32,7 @@ pub struct Options {
 }
 
 impl Options {
-    fn parse(self) -> Result<EncodeOptions> {
+    pub fn parse(self) -> Result<EncodeOptions> {
         let layout: Option<Layout> = self.layout.map(|name| name.parse()).transpose()?;
         let codec: Option<CodecChoice> = self.codec.map(|name| name.parse()).transpose()?;
         let favor: Option<Favor> = self.favor.map(|name| name.parse()).transpose()?;
@@ -87,7 +87,7 @@ impl Base {
     }
 }
 
-fn bytes_of(checkpoint: &dyn Checkpoint) -> u64 {
+pub fn bytes_of(checkpoint: &dyn Checkpoint) -> u64 {
     checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum()
 }
 

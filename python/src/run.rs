@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use tpde::{Error, Result, Watch};
 
@@ -67,26 +67,58 @@ pub fn tell(py: Python<'_>, progress: Option<&Py<PyAny>>, done: u64, total: u64)
     }
 }
 
-/// Runs `work` on the threads of the pool, without the interpreter's lock. Meanwhile, the calling thread checks for signals and
-/// calls `progress(done, total)` at intervals of [`LOOK`]. An exception from either cancels the work and is raised once the work
-/// has ended.
+/// The errors of work that [`run_with`] runs.
+pub trait Failure: From<Error> + Send {
+    /// Whether the work ended because its [`Steering`] asked for it.
+    fn is_cancelled(&self) -> bool;
+
+    /// The exception for the error.
+    fn to_python(&self, py: Python<'_>) -> PyErr;
+}
+
+impl Failure for Error {
+    fn is_cancelled(&self) -> bool {
+        matches!(self, Self::Cancelled)
+    }
+
+    fn to_python(&self, py: Python<'_>) -> PyErr {
+        errors::to_python(py, self)
+    }
+}
+
+/// [`run_with`] for the errors of the library.
 ///
 /// # Errors
-/// The exception for an error that `work` returns, or for a panic in it.
+/// As for [`run_with`].
 pub fn run<T: Send>(
     py: Python<'_>,
     progress: Option<Py<PyAny>>,
     total: u64,
     work: impl FnOnce(&Steering) -> Result<T> + Send,
 ) -> PyResult<T> {
-    let steering = Steering { done: AtomicU64::new(0), cancelled: AtomicBool::new(false) };
+    run_with(py, progress, total, |steering| work(steering))
+}
+
+/// Runs `work` on the threads of the pool, without the interpreter's lock. Meanwhile, the calling thread checks for signals and
+/// calls `progress(done, total)` at intervals of [`LOOK`]. An exception from either cancels the work and is raised once the work
+/// has ended.
+///
+/// # Errors
+/// The exception for an error that `work` returns, or for a panic in it.
+pub fn run_with<T: Send, E: Failure>(
+    py: Python<'_>,
+    progress: Option<Py<PyAny>>,
+    total: u64,
+    work: impl FnOnce(&Arc<Steering>) -> Result<T, E> + Send,
+) -> PyResult<T> {
+    let steering = Arc::new(Steering { done: AtomicU64::new(0), cancelled: AtomicBool::new(false) });
     let tell = |py: Python<'_>, done: u64| tell(py, progress.as_ref(), done, total);
     let (outcome, raised) = py.detach(|| {
         let finished = Mutex::new(None);
         let is_finished = Condvar::new();
         let mut raised: Option<PyErr> = None;
         match pool() {
-            Err(error) => return (Ok(Err(error)), None),
+            Err(error) => return (Ok(Err(error.into())), None),
             Ok(pool) => pool.in_place_scope(|scope| {
                 scope.spawn(|_| {
                     let outcome = catch_unwind(AssertUnwindSafe(|| work(&steering)));
@@ -108,14 +140,15 @@ pub fn run<T: Send>(
             }),
         }
         let outcome = finished.into_inner().unwrap_or_else(PoisonError::into_inner);
-        (outcome.unwrap_or(Ok(Err(Error::Cancelled))), raised)
+        (outcome.unwrap_or(Ok(Err(Error::Cancelled.into()))), raised)
     });
     match (outcome, raised) {
         (Ok(Ok(result)), None) => tell(py, total).map(|()| result),
         // The work may have completed before it saw the cancellation. The exception is raised in both cases.
-        (Ok(Ok(_)), Some(raised)) | (Ok(Err(Error::Cancelled)), Some(raised)) => Err(raised),
+        (Ok(Ok(_)), Some(raised)) => Err(raised),
+        (Ok(Err(error)), Some(raised)) if error.is_cancelled() => Err(raised),
         (Ok(Err(error)), raised) => {
-            let error = errors::to_python(py, &error);
+            let error = error.to_python(py);
             let Some(raised) = raised else { return Err(error) };
             raised.set_cause(py, Some(error)); // says what state the tensors are in
             Err(raised)

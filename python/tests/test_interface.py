@@ -17,9 +17,11 @@ np = pytest.importorskip("numpy")
 import safetensors.numpy  # noqa: E402
 import safetensors.torch  # noqa: E402
 
-import tpde.nn  # noqa: E402 (needs torch)
+import tpde.dcp  # noqa: E402 (needs torch)
+import tpde.nn  # noqa: E402
 import tpde.numpy  # noqa: E402
 import tpde.slices  # noqa: E402
+import tpde.store  # noqa: E402
 import tpde.sync  # noqa: E402
 import tpde.torch  # noqa: E402
 
@@ -51,6 +53,13 @@ POSITIONAL = {
     tpde.slices.cut: ["tensors", "rectangles"],
     tpde.slices.apply_: ["weights", "pair"],
     tpde.slices.check: ["weights", "pair"],
+    tpde.store.init: ["location"],
+    tpde.store.Store: ["location"],
+    tpde.store.Store.put: ["self", "checkpoint"],
+    tpde.store.Store.put_pair: ["self", "pair"],
+    tpde.store.Store.get: ["self", "version", "path"],
+    tpde.dcp.StorageWriter: ["store"],
+    tpde.dcp.StorageReader: ["store", "version"],
     tpde.sync.Folder: ["path"],
     tpde.sync.Group: ["collective", "path"],
     tpde.sync.TorchGroup: ["group", "device"],
@@ -64,7 +73,7 @@ OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode",
 
 
 def public() -> dict[str, Any]:
-    """The public callables of the package, except exceptions, reports, protocols and types that only functions create."""
+    """The public callables of the package and the methods of a store that have data and a path, except exceptions, reports, protocols and types that only functions create."""
     returned = (
         tpde.sync.Collective,
         tpde.SafeSlice,
@@ -72,8 +81,9 @@ def public() -> dict[str, Any]:
         tpde.nn.Attached,
         tpde.nn.JITCompressedLinear,
     )
-    found = {}
-    for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.sync):
+    store = tpde.store.Store
+    found = {f"tpde.store.Store.{method.__name__}": method for method in (store.put, store.put_pair, store.get)}
+    for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.store, tpde.dcp, tpde.sync):
         for name in module.__all__:
             value = getattr(module, name)
             is_result = inspect.isclass(value) and (issubclass(value, Exception) or hasattr(value, "__dataclass_fields__"))

@@ -12,7 +12,8 @@ A *base* checkpoint and a *pair* of files, ``NAME.tpde-index`` and ``NAME.tpde-b
 
 :mod:`tpde.torch` works on state dicts and live modules, :mod:`tpde.numpy` on dicts of arrays; each is imported on first use.
 :mod:`tpde.nn` has layers that rebuild their weights just in time, :mod:`tpde.slices` finds the slices in the parameters of an
-inference engine, and :mod:`tpde.sync` keeps them at the versions of a trainer. All errors are :class:`TpdeError`. During a call, other Python
+inference engine, and :mod:`tpde.sync` keeps them at the versions of a trainer. :mod:`tpde.store` keeps versions of checkpoints, and :mod:`tpde.dcp`
+those of :mod:`torch.distributed.checkpoint`. All errors are :class:`TpdeError`. During a call, other Python
 threads run, Ctrl-C ends the call, and all processors are used (the environment variable ``RAYON_NUM_THREADS`` sets the number of
 threads). Warnings go to the logger ``tpde`` of :mod:`logging`, for example while a call waits for a lock that another process
 holds on the output folder.
@@ -30,18 +31,25 @@ from __future__ import annotations
 from typing import Any
 
 from ._errors import (
+    AlreadyAStore,
     AlreadyApplied,
     AlreadyExists,
     BadCheckpoint,
+    BadManifest,
     Changed,
+    Conflict,
+    DamagedObject,
     DeviceFailed,
     DeviceUnavailable,
     Disconnected,
+    ExternalVersion,
     Incomplete,
     Internal,
     Invalid,
     InvalidArgument,
     Limit,
+    NoVersion,
+    NotAStore,
     NotAcknowledged,
     NotContiguous,
     NotFound,
@@ -53,10 +61,13 @@ from ._errors import (
     OutOfRange,
     Poisoned,
     Repacked,
+    RequestFailed,
     Step,
     SystemRefused,
+    TooSlow,
     TpdeError,
     UnexpectedPair,
+    Unreachable,
     WrongBase,
 )
 from ._chain import fold, revert
@@ -67,15 +78,20 @@ from ._slices import Slice
 from ._tpde import __version__
 
 __all__ = [
+    "AlreadyAStore",
     "AlreadyApplied",
     "AlreadyExists",
     "ApplyReport",
     "BadCheckpoint",
+    "BadManifest",
     "Changed",
+    "Conflict",
+    "DamagedObject",
     "DeviceFailed",
     "DeviceUnavailable",
     "Disconnected",
     "EncodeReport",
+    "ExternalVersion",
     "Incomplete",
     "Inspection",
     "Internal",
@@ -83,6 +99,8 @@ __all__ = [
     "InvalidArgument",
     "Limit",
     "MergeReport",
+    "NoVersion",
+    "NotAStore",
     "NotAcknowledged",
     "NotContiguous",
     "NotFound",
@@ -94,17 +112,21 @@ __all__ = [
     "OutOfRange",
     "Poisoned",
     "Repacked",
+    "RequestFailed",
     "SafeSlice",
     "Slice",
     "Step",
     "SystemRefused",
     "TensorReport",
+    "TooSlow",
     "TpdeError",
     "UnexpectedPair",
+    "Unreachable",
     "VerifyReport",
     "WrongBase",
     "__version__",
     "apply",
+    "dcp",
     "encode",
     "fold",
     "inspect",
@@ -114,6 +136,7 @@ __all__ = [
     "revert",
     "safe_open",
     "slices",
+    "store",
     "subset",
     "sync",
     "torch",
@@ -123,7 +146,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These modules need packages that may be missing or are slow to import.
-    if name in ("nn", "numpy", "slices", "sync", "torch"):
+    if name in ("dcp", "nn", "numpy", "slices", "store", "sync", "torch"):
         import importlib
 
         return importlib.import_module(f"tpde.{name}")

@@ -254,5 +254,75 @@ class DeviceFailed(TpdeError, RuntimeError):
     reason: str
 
 
+class RequestFailed(TpdeError, ConnectionError):
+    """A request of a store failed, also after repetitions. Attributes: ``action``, a verb, and ``object``, below the prefix of the
+    store."""
+
+    action: str
+    object: str
+
+
+class NotAStore(TpdeError, FileNotFoundError):
+    """There is no store at the location. Attribute: ``location``."""
+
+    location: str
+
+
+class AlreadyAStore(TpdeError, FileExistsError):
+    """The location has a store already. Attribute: ``location``."""
+
+    location: str
+
+
+class BadManifest(TpdeError, ValueError):
+    """A manifest of a store is not valid, or has a schema that this version does not read. Attribute: ``object``, its name below the
+    prefix of the store."""
+
+    object: str
+
+
+class DamagedObject(TpdeError, ValueError):
+    """An object of a store is missing or has other bytes than its name and its manifest state. Attributes: ``object``, the digest that
+    names it, ``expected`` and ``found``."""
+
+    object: str
+    expected: str
+    found: str
+
+
+class NoVersion(TpdeError, LookupError):
+    """A store has no such branch or version. Attribute: ``version``."""
+
+    version: str
+
+
+class Conflict(TpdeError, RuntimeError):
+    """Another writer has created the version first. Nothing was overwritten: put again, on top of it. Attribute: ``version``."""
+
+    version: str
+
+
+class Unreachable(TpdeError, ValueError):
+    """A version cannot be rebuilt from what the store has. Attribute: ``version``."""
+
+    version: str
+
+
+class ExternalVersion(TpdeError, LookupError):
+    """A version is not in the store: pass its checkpoint in ``have``. Attributes: ``version``, and ``hint``, where it can be found in
+    the words of its writer."""
+
+    version: str
+    hint: str
+
+
+class TooSlow(TpdeError, TimeoutError):
+    """A version took longer to store than half of the store's grace. Nothing was published: put again. Attributes: ``seconds``,
+    ``grace``."""
+
+    seconds: int
+    grace: int
+
+
 class Internal(TpdeError, RuntimeError):
     """A bug of this package."""

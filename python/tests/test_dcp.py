@@ -1,0 +1,125 @@
+"""Checkpoints of torch.distributed.checkpoint in a store, in one process and in several over gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+import tpde
+import tpde.store
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402 (needs torch)
+
+import dcp_rank  # noqa: E402
+import tpde.dcp  # noqa: E402
+import tpde.torch  # noqa: E402
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tpde.store.Store:
+    return tpde.store.init(tmp_path / "store")
+
+
+def run(what: str, ranks: int, folder: Path) -> list[str]:
+    """What each rank says. Processes are forked from one that has imported PyTorch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+    results = [folder / f"{what}-{rank}-of-{ranks}" for rank in range(ranks)]
+    arguments = [(what, rank, ranks, folder, result) for rank, result in enumerate(results)]
+    processes = [context.Process(target=dcp_rank.main, args=one) for one in arguments]
+    try:
+        for one in processes:
+            one.start()
+        for one in processes:
+            one.join(300)
+    finally:
+        for one in processes:
+            one.kill()
+    return [result.read_text() for result in results]
+
+
+def test_two_ranks_save_and_one_and_four_load(store: tpde.store.Store, tmp_path: Path) -> None:
+    assert run("trained", 2, tmp_path) == ["done"] * 2
+    versions = store.log()
+    assert [one.content for one in versions] == ["difference", "difference", "whole"]
+    assert [one.metadata["step"] for one in versions] == ["2", "1", "0"]
+    for ranks in (1, 4):
+        assert run("loaded", ranks, tmp_path) == ["done"] * ranks
+    # The version is an ordinary one, with whole tensors.
+    store.get("main", tmp_path / "out.safetensors", tensors="model.*")
+    tpde.encode(tmp_path / "out.safetensors", tmp_path / "pair")
+    read, expected = tpde.torch.load_file(tmp_path / "pair"), torch.load(tmp_path / "2.pt")["model"]
+    assert {name: one.tolist() for name, one in read.items()} == {f"model.{name}": one.tolist() for name, one in expected.items()}
+    assert store.verify(rebuild=True).faults == {}
+
+
+def test_a_conflict_is_told_to_all_ranks(store: tpde.store.Store, tmp_path: Path) -> None:
+    store.put({"w": torch.zeros(3)})
+    assert run("conflict", 2, tmp_path) == ["Conflict"] * 2
+    assert len(store.log()) == 2
+
+
+def state(step: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(200, 90, generator=generator)
+    weight.view(torch.int32)[:: step + 1] ^= step
+    return {
+        "nested": {"weight": weight, "list": [torch.full((3,), step, dtype=torch.bfloat16), step / 7]},
+        "columns": weight[:, 10:60],  # rows with gaps
+        "transposed": weight.T,
+        "scalar": torch.tensor(step),
+        "flags": torch.tensor([True, step == 2]),
+        "text": f"step {step}",
+    }
+
+
+def test_one_process(store: tpde.store.Store) -> None:
+    for step in range(3):
+        writer = tpde.dcp.StorageWriter(store, favor="speed")
+        dcp.save(state(step), storage_writer=writer, no_dist=True)
+        assert writer.version == store.version("main")
+    for step in (1, 2, 0):
+        found = state(9)
+        addresses = [found["nested"]["weight"].data_ptr(), found["columns"].data_ptr()]
+        dcp.load(found, storage_reader=tpde.dcp.StorageReader(store, f"main@{step}"), no_dist=True)
+        assert addresses == [found["nested"]["weight"].data_ptr(), found["columns"].data_ptr()]
+        expected = state(step)
+        assert all(torch.equal(found[name], expected[name]) for name in ("columns", "scalar", "flags"))
+        assert torch.equal(found["transposed"], expected["transposed"])
+        assert torch.equal(found["nested"]["list"][0], expected["nested"]["list"][0])
+        assert found["nested"]["list"][1] == step / 7 and found["text"] == f"step {step}"
+
+
+def test_branches_are_checkpoint_ids_and_dtypes_are_converted(store: tpde.store.Store) -> None:
+    dcp.save({"w": torch.arange(9.0)}, checkpoint_id="tuned", storage_writer=tpde.dcp.StorageWriter(store), no_dist=True)
+    found = {"w": torch.zeros(9, dtype=torch.bfloat16)}
+    dcp.load(found, checkpoint_id="tuned", storage_reader=tpde.dcp.StorageReader(store), no_dist=True)
+    assert found["w"].tolist() == list(range(9))
+
+
+def test_a_version_that_was_not_saved_by_pytorch_can_be_loaded(store: tpde.store.Store) -> None:
+    store.put({"w": torch.arange(6.0)})
+    found = {"w": torch.zeros(6)}
+    dcp.load(found, storage_reader=tpde.dcp.StorageReader(store), no_dist=True)
+    assert found["w"].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ["", "[]", "{}", '{"bytes": [], "empty": {"a": ["load", [0]]}, "paths": {}}', '{"bytes": [3], "empty": {}, "paths": {}}'],
+)
+def test_metadata_of_strangers_is_refused(kept: str, store: tpde.store.Store) -> None:
+    store.put({"w": torch.arange(6.0)}, metadata={tpde.dcp.KEY: kept})
+    with pytest.raises(tpde.BadManifest, match="main@0"):
+        tpde.dcp.StorageReader(store).read_metadata()
+
+
+def test_values_are_kept_as_json(store: tpde.store.Store) -> None:
+    dcp.save({"a": {"b": 1}, "none": torch.zeros(0, 4)}, storage_writer=tpde.dcp.StorageWriter(store), no_dist=True)
+    kept = json.loads(store.version("main").metadata[tpde.dcp.KEY])
+    assert kept == {"bytes": ["a.b"], "empty": {"none": ["float32", [0, 4]]}, "paths": {"a.b": ["a", "b"], "none": ["none"]}}

@@ -1,0 +1,402 @@
+"""Versions of checkpoints in a folder or an object store, most of them stored as their difference from the version before::
+
+    store = tpde.store.init("versions")
+    store.put("step1.safetensors")
+    store.put("step2.safetensors", metadata={"step": "2"})
+    store.get("main@0", "back.safetensors")
+
+A version is named ``BRANCH@NUMBER``; ``BRANCH`` alone is its newest version. ``docs/stores.md`` of the repository describes the layout,
+anchors, and what happens after a failure. Several writers and readers may use a store at the same time.
+
+A location is the path of a folder. If the package was built with the feature ``aws``, ``gcp`` or ``azure``, it may be a URL such as
+``s3://BUCKET/PREFIX``; credentials come from the usual environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from . import _tpde
+from ._errors import InvalidArgument, NoVersion
+from ._memory import describe_all
+from ._paths import StrPath, is_path, options, path_of, path_or_none, report
+from ._progress import Progress, progress_callback
+
+if not hasattr(_tpde, "Store"):
+    raise ImportError("tpde was built without its feature `store`")
+
+__all__ = ["GcReport", "Store", "Usage", "Version", "VerifyReport", "init"]
+
+#: Stores of a parent process. Their threads do not exist here, so ending them would wait for ever.
+_OF_PARENTS: list[_tpde.Store] = []
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a checkpoint."""
+
+    #: ``BRANCH@NUMBER``.
+    name: str
+    branch: str
+    number: int
+    #: The version before.
+    parent: str | None
+    #: How it is stored: ``"whole"``, ``"difference"``, ``"external"`` (not at all), or ``"same"`` (the tensors of the parent).
+    content: str
+    #: Where an external version can be found, in the words of its writer.
+    hint: str | None = field(repr=False)
+    #: Size of its pair in bytes.
+    stored_bytes: int
+    #: Size of its tensors in bytes.
+    tensor_bytes: int
+    tensors: int
+    #: Files beside the tensors, such as configuration and tokenizer.
+    files: list[str] = field(repr=False)
+    #: Seconds since 1970, by the writer's clock.
+    created: int = field(repr=False)
+    #: Digest of the tensors.
+    state: str = field(repr=False)
+    #: The caller's own values.
+    metadata: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of :meth:`Store.verify`."""
+
+    #: Number of versions that were checked.
+    versions: int
+    #: Number of bytes that were read.
+    bytes: int
+    #: Versions that are damaged, with the first fault of each.
+    faults: dict[str, str]
+    #: Versions that need a checkpoint which is not in the store. Only their own pairs and files were checked.
+    external: list[str]
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """The result of :meth:`Store.gc`."""
+
+    #: Number of removed versions: of deleted branches.
+    versions: int
+    #: Number of objects that versions use.
+    used: int
+    #: Number of objects that no version uses, and that are too young to be removed.
+    young: int
+    removed: int
+    removed_bytes: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Sizes of what the manifests of a store name."""
+
+    versions: int
+    #: Size of the anchors in bytes.
+    anchor_bytes: int
+    #: Size of the pairs that need their parent, in bytes.
+    difference_bytes: int
+    #: Size of the files beside the tensors, each counted once, in bytes.
+    file_bytes: int
+    #: Size of all tensors of all versions in bytes.
+    tensor_bytes: int
+
+
+def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 100, anchor_percent: int = 100) -> Store:
+    """Make a store of a folder, which is created, or of a prefix of an object store.
+
+    Args:
+        location: Path or URL.
+        grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A ``put`` must end within half of it.
+        anchor_every: A version is stored whole after this many versions; 0 for never.
+        anchor_percent: A version is stored whole if the chain since the last whole one is larger than this share of it; 0 for never.
+
+    Raises:
+        AlreadyAStore, RequestFailed, SystemRefused: As their names say.
+        InvalidArgument: A grace below 2 seconds, or a number that is no count.
+    """
+    counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 64:
+            raise InvalidArgument(f"{name} is {count!r}: expected a number of at least 0")
+    return Store(location, _made=_tpde.Store.init(path_of(location), **counts))
+
+
+class Store:
+    """A store. It may be used by several threads, and in processes that are forked.
+
+    Calls raise :class:`tpde.RequestFailed` if a request fails also after repetitions, and :class:`tpde.BadManifest` or
+    :class:`tpde.DamagedObject` for what is wrong in the store. Ctrl-C ends each call.
+
+    Args:
+        location: Path or URL.
+
+    Raises:
+        NotAStore, BadManifest, RequestFailed: As their names say.
+    """
+
+    def __init__(self, location: StrPath, *, _made: _tpde.Store | None = None) -> None:
+        self.location = path_of(location)
+        self._opened = _tpde.Store.open(self.location) if _made is None else _made
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"tpde.store.Store({self.location!r})"
+
+    def __reduce__(self) -> Any:
+        return Store, (self.location,)
+
+    @property
+    def _store(self) -> _tpde.Store:
+        if self._process != os.getpid():
+            _OF_PARENTS.append(self._opened)
+            self._opened, self._process = _tpde.Store.open(self.location), os.getpid()
+        return self._opened
+
+    def put(
+        self,
+        checkpoint: StrPath | Mapping[str, Any],
+        *,
+        branch: str = "main",
+        parent: str | None = None,
+        whole: bool = False,
+        external: str | None = None,
+        have: Mapping[str, StrPath] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        codec: str | None = None,
+        favor: str | None = None,
+        chunk_lanes: int | None = None,
+        layout: str | None = None,
+        renamed: Mapping[str, str] | None = None,
+        derived: bool = True,
+        split: str | None = None,
+        progress: Progress = None,
+    ) -> Version:
+        """Store a checkpoint as the next version of a branch. It is uploaded while it is encoded.
+
+        Args:
+            checkpoint: A ``.safetensors`` file; a folder, whose other files are stored too; or tensors by name, NumPy arrays or PyTorch
+                tensors on the CPU, which are read where they are.
+            branch: The branch, which is created if it does not exist.
+            parent: The version that a new branch begins at. By default a branch begins with a whole version.
+            whole: Whether the version is stored without its parent.
+            external: Where the checkpoint can be found, such as a name on a hub. Only the digest of the tensors and the other files are
+                stored, and readers pass the checkpoint in ``have``.
+            have: Checkpoints that are here, by version, so that they need not be read from the store.
+            metadata: The caller's own values.
+            codec, favor, chunk_lanes, layout, renamed, derived, split, progress: As for :func:`tpde.encode`.
+
+        Raises:
+            Conflict: Another writer has stored the version first. Nothing was overwritten: put again, on top of it.
+            ExternalVersion: The parent is not in the store, and not in ``have``.
+            TooSlow, Unreachable, NoVersion, BadCheckpoint, InvalidArgument: As their names say. The branch is as it was.
+        """
+        if whole and external is not None:
+            raise InvalidArgument("whole and external exclude each other")
+        arguments = _put_arguments(branch, parent, have, metadata, whole=whole, external=external)
+        how = options(
+            codec=codec,
+            favor=favor,
+            chunk_lanes=chunk_lanes,
+            layout=layout,
+            renamed=renamed,
+            format=None,
+            payload_digests=True,
+            derived=derived,
+            split=split,
+        )
+        source = path_of(checkpoint) if is_path(checkpoint) else describe_all(_tensors(checkpoint))  # type: ignore[arg-type]
+        with progress_callback(progress, "put") as callback:
+            text = self._store.put(source, arguments=arguments, options=how, progress=callback)
+        return report(Version, text)
+
+    def put_pair(
+        self,
+        pair: StrPath,
+        *,
+        branch: str = "main",
+        parent: str | None = None,
+        have: Mapping[str, StrPath] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Version:
+        """Store a pair that was made elsewhere as the next version of a branch, such as one merged from the pairs of several ranks.
+
+        If the pair has a base, it is the parent: the digests in the indexes are compared, or if the two describe other parts of tensors,
+        the pair is decoded. The pair has the digest of each
+        payload: it was made with ``payload_digests=True``. Other arguments are as for :meth:`put`.
+
+        Raises:
+            Step, WrongBase: The pair does not fit the parent.
+            InvalidArgument: It has no payload digests, or a base and no parent.
+            Conflict, ExternalVersion, TooSlow, Unreachable, NoVersion, Invalid: As their names say. The branch is as it was.
+        """
+        arguments = _put_arguments(branch, parent, have, metadata)
+        return report(Version, self._store.put_pair(path_of(pair), arguments=arguments))
+
+    def get(
+        self,
+        version: str,
+        path: StrPath,
+        *,
+        tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
+        have: Mapping[str, StrPath] | None = None,
+        cache: StrPath | None = None,
+        progress: Progress = None,
+    ) -> Version:
+        """Rebuild a version as ``path``: a file, or a folder if the checkpoint was one. It appears when it is complete and all digests
+        were compared. After an interruption, the same call reads only what is missing.
+
+        Args:
+            version: ``BRANCH@NUMBER``, or ``BRANCH``.
+            path: Output, which must not exist.
+            tensors: Which tensors to rebuild: a pattern with ``*``, several patterns, or a function of the name. The output is then one
+                safetensors file, and only the chunks of these tensors are read from the store.
+            have: Checkpoints that are here, by version.
+            cache: Folder in which the pairs that were read stay for later calls.
+            progress: As for :func:`tpde.encode`.
+
+        Raises:
+            AlreadyExists: ``path`` exists.
+            ExternalVersion: The base is not in the store, and not in ``have``.
+            NoVersion, Unreachable, WrongBase, InvalidArgument: As their names say. There is no output then.
+        """
+        with progress_callback(progress, "get") as callback:
+            text = self._store.get(
+                _text(version, "version"),
+                path_of(path),
+                wanted=None if tensors is None else _wanted(tensors),
+                have=_have(have),
+                cache=path_or_none(cache),
+                progress=callback,
+            )
+        return report(Version, text)
+
+    def version(self, version: str) -> Version:
+        """The version of this name: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest one.
+
+        Raises:
+            NoVersion: There is none.
+        """
+        return report(Version, self._store.version(_text(version, "version")))
+
+    def log(self, branch: str = "main") -> list[Version]:
+        """The versions of a branch, the newest first.
+
+        Raises:
+            NoVersion: There is no such branch.
+        """
+        return [report(Version, text) for text in self._store.log(_text(branch, "branch"))]
+
+    def branches(self) -> list[Version]:
+        """The newest version of each branch, in ascending order of name."""
+        return [report(Version, text) for text in self._store.branches()]
+
+    def create_branch(self, name: str, *, start: str = "main") -> Version:
+        """Create a branch at the version ``start``. Nothing is copied.
+
+        Raises:
+            InvalidArgument: The branch exists, or cannot have this name.
+            NoVersion, Conflict, TooSlow: As their names say.
+        """
+        return report(Version, self._store.create_branch(_text(name, "branch"), _text(start, "version")))
+
+    def delete_branch(self, name: str) -> Version:
+        """Delete a branch. Branches that begin at one of its versions stay whole; :meth:`gc` removes what none needs. Returns the
+        version that was its newest.
+
+        Raises:
+            NoVersion: There is no such branch.
+            Conflict: A writer has stored a version first. The branch stays.
+            TooSlow: As its name says.
+        """
+        return report(Version, self._store.delete_branch(_text(name, "branch")))
+
+    def verify(self, branch: str | None = None, *, rebuild: bool = False) -> VerifyReport:
+        """Read all objects of a branch, or of all branches, and compare their digests. With ``rebuild``, also rebuild every version that
+        needs nothing from outside, without writing it. Faults of versions are in the report.
+
+        Raises:
+            NoVersion: There is no such branch.
+        """
+        text = self._store.verify(None if branch is None else _text(branch, "branch"), bool(rebuild))
+        return report(VerifyReport, text)
+
+    def gc(self) -> GcReport:
+        """Remove versions of deleted branches that no other version needs, and objects that no version uses, if the deletion or the
+        object is older than the store's grace. What a running ``put`` has read or uploaded stays."""
+        return report(GcReport, self._store.gc())
+
+    def usage(self) -> Usage:
+        """Sizes of what the manifests name."""
+        return report(Usage, self._store.usage())
+
+    def watch(self, branch: str = "main", *, start: int = 0, interval: float = 10.0) -> Iterator[Version]:
+        """The versions of a branch as they appear, from number ``start`` on, without an end::
+
+            for version in store.watch("main", start=12):
+                store.get(version.name, f"{version.number}.safetensors")
+
+        The store is asked every ``interval`` seconds. A branch that does not exist yet is waited for. An error ends the iterator.
+        """
+        _text(branch, "branch")
+        while True:
+            try:
+                new = [version for version in reversed(self.log(branch)) if version.number >= start]
+            except NoVersion:
+                new = []
+            for version in new:
+                yield version
+                start = version.number + 1
+            if not new:
+                time.sleep(interval)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"a {what} is a {type(value).__name__}: expected its name")
+    return value
+
+
+def _tensors(checkpoint: Any) -> Mapping[str, Any]:
+    if not isinstance(checkpoint, Mapping):
+        raise InvalidArgument(f"a checkpoint is a {type(checkpoint).__name__}: expected a path or a dict of tensors")
+    return checkpoint
+
+
+def _have(have: Mapping[str, StrPath] | None) -> list[tuple[str, str | os.PathLike[str]]]:
+    return [(_text(version, "version"), path_of(path)) for version, path in (have or {}).items()]
+
+
+def _put_arguments(
+    branch: str,
+    parent: str | None,
+    have: Mapping[str, StrPath] | None,
+    metadata: Mapping[str, str] | None,
+    *,
+    whole: bool = False,
+    external: str | None = None,
+) -> dict[str, Any]:
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgument(f"metadata has {key!r}: {value!r}: expected texts")
+    return {
+        "branch": _text(branch, "branch"),
+        "parent": None if parent is None else _text(parent, "version"),
+        "whole": bool(whole),
+        "external": None if external is None else _text(external, "hint"),
+        "have": _have(have),
+        "metadata": dict(metadata or {}),
+    }
+
+
+def _wanted(tensors: str | Iterable[str] | Callable[[str], bool]) -> Callable[[str], bool]:
+    if callable(tensors):
+        return tensors
+    patterns = [tensors] if isinstance(tensors, str) else list(tensors)
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
