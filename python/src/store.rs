@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tpde::{Apply, Checkpoint, Encode, Rectangle, SafetensorsCheckpoint};
-use tpde_store::{Anchor, Content, Error, GetOptions, Opened, PutOptions, Result, StoreOptions, StoredPair, Version};
+use tpde_store::{Anchor, Content, Error, FoldOptions, GetOptions, Opened, PutOptions, Result, StoreOptions, StoredPair, Version};
 
 impl Failure for Error {
     fn is_cancelled(&self) -> bool {
@@ -55,6 +55,11 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         Error::NoVersion { version } => {
             with.set_item("version", version)?;
             "NoVersion"
+        }
+        Error::Pruned { version, kept } => {
+            with.set_item("version", version)?;
+            with.set_item("kept", kept)?;
+            "Pruned"
         }
         Error::Conflict { version } => {
             with.set_item("version", version)?;
@@ -250,6 +255,36 @@ impl Store {
 
     fn delete_branch(&self, py: Python<'_>, name: &str) -> PyResult<String> {
         self.call(py, None, 0, |store, _| Ok(described(&store.delete_branch(name)?)))
+    }
+
+    /// Stores one pair past the versions between two.
+    #[pyo3(signature = (from_, to, *, have, options, progress))]
+    fn fold(
+        &self,
+        py: Python<'_>,
+        from_: &str,
+        to: &str,
+        have: Have,
+        options: Options,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<u64> {
+        let options = options.parse().map_err(|error| errors::to_python(py, &error))?;
+        let total = self.call(py, None, 0, |store, _| Ok(store.version(to)?.tensor_bytes))?;
+        self.call(py, progress, total, |store, steering| {
+            let mut fold = FoldOptions::default().encode(options).watch(steering);
+            fold.have = have;
+            Ok(store.fold(from_, to, &fold)?.pair.bytes())
+        })
+    }
+
+    #[pyo3(signature = (branch, keep_every, *, have, options))]
+    fn prune(&self, py: Python<'_>, branch: &str, keep_every: u64, have: Have, options: Options) -> PyResult<String> {
+        let options = options.parse().map_err(|error| errors::to_python(py, &error))?;
+        self.call(py, None, 0, |store, steering| {
+            let mut fold = FoldOptions::default().encode(options).watch(steering);
+            fold.have = have;
+            Ok(json!(store.prune(branch, keep_every, &fold)?).to_string())
+        })
     }
 
     fn verify(&self, py: Python<'_>, branch: Option<&str>, rebuild: bool) -> PyResult<String> {

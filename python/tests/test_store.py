@@ -136,6 +136,29 @@ def test_branches(store: tpde.store.Store, tmp_path: Path) -> None:
     assert caught.value.version == "tuned"
 
 
+def test_versions_are_folded_and_pruned(store: tpde.store.Store, tmp_path: Path) -> None:
+    paths = steps(tmp_path, 7)
+    for path in paths:
+        store.put(path)
+    seen: list[tuple[int, int]] = []
+    size = store.fold("main@0", "main@4", progress=lambda done, total: seen.append((done, total)))
+    assert size == store.fold("main@0", "main@4") == store.usage().shortcut_bytes and seen[-1][0] == seen[-1][1] > 0
+    with pytest.raises(tpde.InvalidArgument, match="derive"):
+        store.fold("main@4", "main@0")
+    report = store.prune(keep_every=4)
+    assert report.pruned == ["main@1", "main@2", "main@3", "main@5"] and (report.kept, report.shortcuts) == (3, 1)
+    assert [one.name for one in store.log()] == ["main@6", "main@4", "main@0"]
+    with pytest.raises(tpde.Pruned) as caught:
+        store.version("main@5")
+    assert (caught.value.version, caught.value.kept) == ("main@5", ["main@4", "main@6"])
+    for number in (0, 4, 6):
+        store.get(f"main@{number}", tmp_path / f"out{number}")
+        assert (tmp_path / f"out{number}").read_bytes() == paths[number].read_bytes()
+    for wrong in (0, True, -1, 1.5):
+        with pytest.raises(tpde.InvalidArgument, match="keep_every"):
+            store.prune(keep_every=wrong)
+
+
 def test_an_external_base_is_supplied_by_readers(store: tpde.store.Store, tmp_path: Path, made: Made) -> None:
     external = store.put(made.base, branch="base", external="hub/name")
     assert (external.content, external.hint, external.stored_bytes) == ("external", "hub/name", 0)

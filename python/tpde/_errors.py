@@ -296,6 +296,14 @@ class NoVersion(TpdeError, LookupError):
     version: str
 
 
+class Pruned(TpdeError, LookupError):
+    """A version was pruned. Attributes: ``version``, and ``kept``, the nearest versions that were kept: the one before, and the one
+    after."""
+
+    version: str
+    kept: list[str]
+
+
 class Conflict(TpdeError, RuntimeError):
     """Another writer has created the version first. Nothing was overwritten: put again, on top of it. Attribute: ``version``."""
 

@@ -30,7 +30,7 @@ from ._progress import Progress, progress_callback
 if not hasattr(_tpde, "Store"):
     raise ImportError("tpde was built without its feature `store`")
 
-__all__ = ["GcReport", "Store", "Usage", "Version", "VerifyReport", "init"]
+__all__ = ["GcReport", "PruneReport", "Store", "Usage", "Version", "VerifyReport", "init"]
 
 #: Stores of a parent process. Their threads do not exist here, so ending them would wait for ever.
 _OF_PARENTS: list[_tpde.Store] = []
@@ -80,11 +80,27 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
+class PruneReport:
+    """The result of :meth:`Store.prune`."""
+
+    #: The versions that were pruned, in ascending order of number.
+    pruned: list[str]
+    #: Number of versions of the branch that are left.
+    kept: int
+    #: Number of shortcuts that were made.
+    shortcuts: int
+    #: Size of their pairs in bytes.
+    shortcut_bytes: int
+
+
+@dataclass(frozen=True)
 class GcReport:
     """The result of :meth:`Store.gc`."""
 
-    #: Number of removed versions: of deleted branches.
+    #: Number of removed versions: those that were pruned, and those of deleted branches.
     versions: int
+    #: Number of removed shortcuts.
+    shortcuts: int
     #: Number of objects that versions use.
     used: int
     #: Number of objects that no version uses, and that are too young to be removed.
@@ -98,10 +114,14 @@ class Usage:
     """Sizes of what the manifests of a store name."""
 
     versions: int
+    #: Number of shortcuts: pairs that :meth:`Store.fold` and :meth:`Store.prune` have made.
+    shortcuts: int
     #: Size of the anchors in bytes.
     anchor_bytes: int
     #: Size of the pairs that need their parent, in bytes.
     difference_bytes: int
+    #: Size of the pairs of shortcuts in bytes.
+    shortcut_bytes: int
     #: Size of the files beside the tensors, each counted once, in bytes.
     file_bytes: int
     #: Size of all tensors of all versions in bytes.
@@ -317,6 +337,51 @@ class Store:
         """
         return report(Version, self._store.delete_branch(_text(name, "branch")))
 
+    def fold(
+        self,
+        start: str,
+        end: str,
+        *,
+        have: Mapping[str, StrPath] | None = None,
+        codec: str | None = None,
+        favor: str | None = None,
+        progress: Progress = None,
+    ) -> int:
+        """Store a shortcut: one pair that leads from version ``start`` to version ``end``, which derives from it. Readers that have
+        ``start``, or pass it, read this pair instead of those in between. No checkpoint is written. Returns the size of the pair in
+        bytes. If there is such a shortcut, nothing is done. Arguments are as for :meth:`put`.
+
+        Raises:
+            InvalidArgument: ``end`` does not derive from ``start``, or has the same tensors.
+            NoVersion, Pruned, ExternalVersion, TooSlow: As their names say.
+        """
+        how = _folded(codec, favor)
+        names = _text(start, "version"), _text(end, "version")
+        with progress_callback(progress, "fold") as callback:
+            return self._store.fold(*names, have=_have(have), options=how, progress=callback)
+
+    def prune(
+        self,
+        branch: str = "main",
+        *,
+        keep_every: int,
+        have: Mapping[str, StrPath] | None = None,
+        codec: str | None = None,
+        favor: str | None = None,
+    ) -> PruneReport:
+        """Keep those versions of a branch whose number is a multiple of ``keep_every``, the newest, the anchors, and those at which other
+        branches begin. The others cannot be named from now on. First shortcuts are made past them; :meth:`gc` removes their pairs once
+        the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
+
+        Raises:
+            InvalidArgument: ``keep_every`` is no number of at least 1.
+            NoVersion, ExternalVersion, TooSlow: As their names say. All versions that were not pruned can still be read.
+        """
+        if isinstance(keep_every, bool) or not isinstance(keep_every, int) or not 0 < keep_every < 1 << 64:
+            raise InvalidArgument(f"keep_every is {keep_every!r}: expected a number of at least 1")
+        text = self._store.prune(_text(branch, "branch"), keep_every, have=_have(have), options=_folded(codec, favor))
+        return report(PruneReport, text)
+
     def verify(self, branch: str | None = None, *, rebuild: bool = False) -> VerifyReport:
         """Read all objects of a branch, or of all branches, and compare their digests. With ``rebuild``, also rebuild every version that
         needs nothing from outside, without writing it. Faults of versions are in the report.
@@ -355,6 +420,21 @@ class Store:
                 start = version.number + 1
             if not new:
                 time.sleep(interval)
+
+
+def _folded(codec: str | None, favor: str | None) -> dict[str, Any]:
+    """Encoding options of a shortcut."""
+    return options(
+        codec=codec,
+        favor=favor,
+        chunk_lanes=None,
+        layout=None,
+        renamed=None,
+        format=None,
+        payload_digests=True,
+        derived=True,
+        split=None,
+    )
 
 
 def _text(value: Any, what: str) -> str:
