@@ -399,7 +399,7 @@ fn a_selection_of_tensors_reads_only_their_chunks() {
         assert_eq!(read_into(NAMES[2], Fault::None).1, 0, "all is here");
         fs::remove_dir_all(place.at("kept")).unwrap();
     }
-    assert!(sums.iter().any(|rest| *rest < all / 2), "an interrupted call saves little: {sums:?} of {all} bytes");
+    assert!(sums.iter().any(|rest| *rest < all / 3 * 2), "an interrupted call saves little: {sums:?} of {all} bytes");
     let error = store.get("main", place.at("none"), &GetOptions::default().tensors(&|_| false)).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
 }
