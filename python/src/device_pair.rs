@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use tpde::cuda::{
     Application, ApplyPlan, Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, TensorSlice,
 };
-use tpde::{Apply, BaseKind, Error, Escaped, FileSource, InPlace, Result, Source};
+use tpde::{Apply, Error, Escaped, FileSource, InPlace, Result, Source};
 
 /// Size in bytes of one read of the blob, and of its copy to the device.
 const PIECE: usize = 16 << 20;
