@@ -1,4 +1,4 @@
-/* tpde.h: the fixed layouts of the TPDE pair format, version 1.2, in C11 and C++11.
+/* tpde.h: the fixed layouts of the TPDE pair format, version 1.3, in C11 and C++11.
  *
  * tpde-format.md and codecs.md are the norm; this restates their tables. All integers are little-endian: on another
  * machine, swap them after reading. These structs say where bytes lie and check nothing: read

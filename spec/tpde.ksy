@@ -1,4 +1,4 @@
-# Both files of the TPDE pair format, version 1.2, in Kaitai Struct. tpde-format.md is the norm:
+# Both files of the TPDE pair format, version 1.3, in Kaitai Struct. tpde-format.md is the norm:
 # this describes where things lie, not all that a reader must check (its section 13).
 #
 # A compressed section must be expanded by zstd first; then parse its bytes by the types

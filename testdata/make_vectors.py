@@ -5,9 +5,8 @@
     python3 testdata/make_vectors.py --check         # compare with the committed files, write nothing
     python3 testdata/make_vectors.py --publish v1.2  # add the files of v1.2 that are not in its list of published files yet
 
-Published vectors never change: add new ones, do not edit old ones. published.txt and published-1.2.txt have the BLAKE3 digests of the
-files of v1 and v1.2, as b3sum writes and checks them; a test of the crate compares them. The vectors of v1.3 are not published yet.
-Their list will be published-1.3.txt.
+Published vectors never change: add new ones, do not edit old ones. published.txt, published-1.2.txt and published-1.3.txt have the
+BLAKE3 digests of the files of v1, v1.2 and v1.3, as b3sum writes and checks them; a test of the crate compares them.
 
 The vectors and what makes them are in the folder `vectors`. Their numbers follow two patterns. Lane i of a base is the top bits of
 (i mod 1021) * 9E3779B97F4A7C15 + seed * D1B54A32D192ED03 (mod 2^64), so it repeats with the prime

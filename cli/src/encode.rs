@@ -68,7 +68,7 @@ pub struct PairArgs {
     /// know 1.2; its pair digest does not cover payloads
     #[arg(long, value_name = "VERSION", default_value = FormatVersion::default().name(), value_parser = named(FormatVersion::ALL, FormatVersion::name))]
     pub format: FormatVersion,
-    /// Do not use base tensors of another dtype. They need format 1.3, which is not published yet
+    /// Do not use base tensors of another dtype. They need format 1.3
     #[arg(long)]
     pub no_derived: bool,
     /// Store the digest of each payload, 16 bytes per chunk, so that readers of a part of the pair can compare them

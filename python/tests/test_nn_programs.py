@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -145,6 +146,7 @@ with torch.no_grad():
         self, deep: tuple[Deep, Deep, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         base, target, pair = deep
+        gc.collect()  # other tests attach the same pair
         keys: list[torch.Tensor] = []
 
         def is_found(key: torch.Tensor) -> bool:

@@ -340,7 +340,12 @@ class _OpenedPair:
         missing = [name for name, _, _ in entry.bases if name not in self.model.tensors]
         if missing:
             raise InvalidArgument(f"tensor {entry.name!r} has the base {missing[0]!r}, which is not in the model")
-        return [self.model.tensors[name] for name, _, _ in entry.bases]
+        tensors = [self.model.tensors[name] for name, _, _ in entry.bases]
+        for (name, dtype, shape), tensor in zip(entry.bases, tensors):
+            if entry.base_kind != "prefix" and ([*tensor.shape] != shape or tensor.dtype != dtype_of(dtype)):
+                here = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise InvalidArgument(f"tensor {name!r} is {here} here, and {dtype} {tuple(shape)} in the base of the pair")
+        return tensors
 
     def on_device(self, device: torch.device) -> DevicePair:
         """The pair on a device."""
