@@ -283,7 +283,9 @@ class StorageReader(_storage.StorageReader):
             name = item.storage_index.fqn
             parts[name] = [([0], [*sizes[name]])]
         version = self._open(plan.storage_data, parts)
-        entries = {name: Entry(name, dtype, shape, "same", name, changes=True) for name, dtype, shape in version.tensors()}
+        entries = {
+            name: Entry(name, dtype, shape, "same", name, changes=True, bases=[]) for name, dtype, shape in version.tensors()
+        }
         slices, buffers, copies = [], [], []
         taken: dict[int, list[tuple[int, int]]] = {}
         for item in values:
