@@ -39,6 +39,7 @@ struct Bytes {
         return (typename LaneOf<W>::type*)start + at;
     }
     __device__ __forceinline__ Bytes skip(u64 by) const { return {start + by}; }
+    __device__ __forceinline__ void set_contiguous(u8* from) { start = from; }
     __device__ __forceinline__ u64 alignment() const { return (u64)start; }
 };
 #endif

@@ -106,6 +106,9 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
 // Prefetches a line of 128 bytes into the L1 cache.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
 
+// Prefetches a line of 128 bytes into the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // ---- Warps and barriers ----
 
 // One step of a prefix sum over a warp: returns x plus the `x` of thread t - `by`, for threads t >= `by`. Takes two

@@ -187,7 +187,7 @@ struct Launch {
     u32 mode;
     u32 flags;
     u32 scratch_slots;      // IN_PLACE: number of slots; DRY, COMMIT: 1 + chunks of all launches; 0: no scratch memory
-    u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory for changes; a multiple of 256
+    u32 scratch_slot_bytes; // IN_PLACE: size of a slot; DRY, COMMIT: size of the memory behind the head; a multiple of 256
     u64 digests; // const u32*: status words of tpde_digests; payloads with another word than 0 are refused; 0: none
     u64 rows;    // const TensorRows*: one per tensor; kernels for strided tensors and for derived bases read it
     u64 forms;   // const TensorForm*: one per tensor; kernels for derived bases read it
@@ -254,6 +254,9 @@ enum : u32 {
 // multiple of 256 bytes.
 #define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)
 #define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))
+
+// A list is short if it takes at most 1/TPDE_SHORT_LIST of the bytes of its chunk. Only short lists are kept.
+#define TPDE_SHORT_LIST 4
 
 #define TPDE_ROW_WORDS 1024        // words per row of the chunk sums
 #define TPDE_FREQUENCY_SUM_LOG2 12 // log2 of the sum of the frequencies of a class

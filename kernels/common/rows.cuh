@@ -33,6 +33,11 @@ struct alignas(16) StridedBytes {
         if (left >= size) set_rows(0, LONG_ROW, 0); // no row ends within the chunk
         else set_rows(pitch - row_bytes, shortened, shortened - (u32)left);
     }
+    // Sets bytes without gaps.
+    __device__ __forceinline__ void set_contiguous(u8* from) {
+        start = from;
+        set_rows(0, LONG_ROW, 0);
+    }
     // Returns the row of byte `at`, counted from the row of the first byte.
     __device__ __forceinline__ u32 row_of(u32 at) const { return __umulhi(first + at, factor) >> shift; }
     // Returns the address of byte `at`.

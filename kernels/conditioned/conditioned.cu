@@ -36,37 +36,44 @@ struct WithBase {
             u32 errors = open_payload<W>(launch, tables, dtype);
             return errors ? errors : pass<W>(STORE_ALL);
         }
-        u32 store_in_full =
-            launch.mode == TPDE_MODE_OUT_OF_PLACE || chunk.base_lanes < chunk.lanes ? STORE_ALL : STORE_CHANGES;
+        bool is_out_of_place = launch.mode == TPDE_MODE_OUT_OF_PLACE;
+        bool is_list = uniform(chunk.base_lanes == chunk.lanes && has_short_list<W>(chunk)) != 0;
+        u32 store_in_full = is_out_of_place || !is_list ? STORE_ALL : STORE_CHANGES;
         u32 store = launch.mode == TPDE_MODE_DRY ? STORE_NONE : store_in_full;
         if (chunk.num_deltas == 0) return copy_unchanged<W>(launch, store);
-        bool lists =
-            store_in_full == STORE_CHANGES && launch.scratch_slots != 0 && launch.mode != TPDE_MODE_OUT_OF_PLACE;
-        if (lists && launch.mode == TPDE_MODE_COMMIT) {
-            u32 list_offset = ((const u32*)launch.scratch)[1 + launch_index(launch)];
-            if (list_offset != 0) {
-                if (threadIdx.x == 0) shared.list = list_in<W>(launch, list_offset, chunk.num_deltas);
-                __syncthreads();
-                carry_out<W>();
+        bool kept = !is_out_of_place && launch.scratch_slots != 0;
+        if (kept && launch.mode == TPDE_MODE_COMMIT) {
+            u32 offset = uniform(((const u32*)launch.scratch)[1 + launch_index(launch)]);
+            if (offset != 0) {
+                if (is_list) {
+                    if (threadIdx.x == 0) shared.list = list_in<W>(launch, offset, chunk.num_deltas);
+                    __syncthreads();
+                    carry_out<W>();
+                } else {
+                    copy_target<W>(launch, offset, chunk.output);
+                }
                 return 0;
             }
-            lists = false;
+            kept = false;
         }
         u32 errors = open_payload<W>(launch, tables, dtype);
         if (errors) return errors;
-        lists = lists && is_plain(shared) && open_list<W>(launch);
+        kept = kept && (is_list ? is_plain(shared) && open_list<W>(launch) : open_target<W>(launch));
+        kept = uniform(kept) != 0;
         // One call per way to store, instead of one call with a computed `store`. So `store` of the last call depends on
-        // the mode and the number of base lanes, but not on the payload.
-        if (lists) {
+        // the mode and the record, but not on the payload.
+        if (kept && is_list) {
             errors = pass<W>(STORE_LIST);
-            close_list<W>(launch, errors);
+            close_slot<W>(launch, true, errors);
             return errors;
         }
-        if (launch.mode == TPDE_MODE_IN_PLACE) {
+        if (launch.mode == TPDE_MODE_IN_PLACE && !kept) {
             errors = pass<W>(STORE_NONE);
             if (errors) return errors;
         }
-        return pass<W>(store);
+        errors = pass<W>(kept ? STORE_ALL : store);
+        if (kept) close_slot<W>(launch, false, errors);
+        return errors;
     }
 };
 

@@ -1,4 +1,5 @@
-// Change lists for applications in place. Scratch memory holds a list until it is applied (kernels/README.md).
+// Applications in place: scratch memory holds a list of changes, or the whole target of a chunk, until it may be stored
+// (kernels/README.md).
 #pragma once
 #include "conditioned/changes.cuh"
 
@@ -10,21 +11,25 @@ __device__ u32 take_slot(const Launch& launch) {
     return slot;
 }
 
-// One thread: reserves memory for the changes of a chunk until the commit launch. Returns its offset in units of 256
-// bytes, counted from 1, or 0 if the memory is exhausted.
-template <int W> __device__ u32 reserve_list(const Launch& launch, u32 changes) {
-    u32 units = (TPDE_LIST_BYTES(changes, W) + 255) / 256, capacity = launch.scratch_slot_bytes / 256;
+// One thread: reserves memory until the commit launch. Returns its offset in units of 256 bytes, counted from 1, or 0 if
+// the memory is exhausted.
+__device__ u32 reserve(const Launch& launch, u32 bytes) {
+    u32 units = (bytes + 255) / 256, capacity = launch.scratch_slot_bytes / 256;
     // Does not add if the memory is exhausted, so the counter stays within 32 bits.
     if (*(volatile u32*)launch.scratch + units > capacity) return 0;
     u32 at = atomicAdd((u32*)launch.scratch, units);
     return at + units <= capacity ? at + 1 : 0;
 }
 
+// Returns the address of a slot (IN_PLACE), or of memory at a reserved offset (DRY, COMMIT).
+__device__ __forceinline__ u64 slot_in(const Launch& launch, u32 slot) {
+    u64 offset = launch.mode == TPDE_MODE_IN_PLACE ? (u64)slot * launch.scratch_slot_bytes : 256ull * (slot - 1);
+    return launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + offset;
+}
+
 // Returns the list of a chunk, in a slot (IN_PLACE) or at a reserved offset (DRY, COMMIT).
 template <int W> __device__ __forceinline__ ChangeList list_in(const Launch& launch, u32 slot, u32 changes) {
-    u64 offset = launch.mode == TPDE_MODE_IN_PLACE ? (u64)slot * launch.scratch_slot_bytes : 256ull * (slot - 1);
-    return {(u8*)(launch.scratch + TPDE_SCRATCH_HEAD(launch.scratch_slots) + offset), changes,
-            TPDE_LIST_LANES_AT(changes)};
+    return {(u8*)slot_in(launch, slot), changes, TPDE_LIST_LANES_AT(changes)};
 }
 
 // Acquires memory for the changes of the chunk: a slot while the block decodes (IN_PLACE), or memory until the commit
@@ -35,8 +40,31 @@ template <int W> __device__ __forceinline__ bool open_list(const Launch& launch)
     bool is_dry = launch.mode == TPDE_MODE_DRY;
     if (!is_dry && TPDE_LIST_BYTES(changes, W) > launch.scratch_slot_bytes) return false;
     if (threadIdx.x == 0) {
-        shared.slot = is_dry ? reserve_list<W>(launch, changes) : take_slot(launch);
+        shared.slot = is_dry ? reserve(launch, TPDE_LIST_BYTES(changes, W)) : take_slot(launch);
         shared.list = list_in<W>(launch, shared.slot, changes);
+    }
+    __syncthreads();
+    return !is_dry || shared.slot != 0;
+}
+
+// Returns whether the list of the changes is short. Otherwise the whole target is kept in a slot, or the chunk is decoded
+// twice: writing and storing a long list takes longer.
+template <int W> __device__ __forceinline__ bool has_short_list(const Chunk& chunk) {
+    return TPDE_SHORT_LIST * (u64)TPDE_LIST_BYTES((u64)chunk.num_deltas, W) <= (u64)chunk.lanes * W;
+}
+
+// Acquires memory for the target of the chunk, as open_list does for changes, and makes it the output of the chunk.
+template <int W> __device__ __forceinline__ bool open_target(const Launch& launch) {
+    Shared& shared = shared_memory();
+    u32 bytes = shared.chunk.lanes * W;
+    bool is_dry = launch.mode == TPDE_MODE_DRY;
+    if (!is_dry && bytes > launch.scratch_slot_bytes) return false;
+    if (threadIdx.x == 0) {
+        shared.slot = is_dry ? reserve(launch, bytes) : take_slot(launch);
+        if (!is_dry || shared.slot != 0) {
+            shared.output = shared.chunk.output;
+            shared.chunk.output.set_contiguous((u8*)slot_in(launch, shared.slot));
+        }
     }
     __syncthreads();
     return !is_dry || shared.slot != 0;
@@ -65,14 +93,32 @@ template <int W> __device__ __noinline__ void carry_out() {
     }
 }
 
-// Called after a pass. Applies the changes and frees the slot (IN_PLACE), or records the offset of the list (DRY).
-template <int W> __device__ __forceinline__ void close_list(const Launch& launch, u32 errors) {
+// All threads: copies the target of the chunk from a slot (IN_PLACE) or a reserved offset (COMMIT) to the output.
+template <int W> __device__ __forceinline__ void copy_target(const Launch& launch, u32 slot, const Bytes& output) {
+#if !FORMS_BASE // chunks whose base lanes are formed have no application in place
+    Chunk& chunk = shared_memory().chunk;
+    __syncthreads(); // all threads have read the chunk
+    if (threadIdx.x == 0) {
+        chunk.base.set_contiguous((u8*)slot_in(launch, slot));
+        chunk.base_lanes = chunk.lanes;
+        chunk.output = output;
+    }
+    __syncthreads();
+    copy<W>(true);
+#endif
+}
+
+// Called after a pass. Stores the list or the target and frees the slot (IN_PLACE), or records its offset (DRY).
+template <int W> __device__ __forceinline__ void close_slot(const Launch& launch, bool is_list, u32 errors) {
     Shared& shared = shared_memory();
     if (launch.mode == TPDE_MODE_DRY) {
         if (threadIdx.x == 0 && errors == 0) ((u32*)launch.scratch)[1 + launch_index(launch)] = shared.slot;
         return;
     }
-    if (errors == 0) carry_out<W>();
+    if (errors == 0) {
+        if (is_list) carry_out<W>();
+        else copy_target<W>(launch, shared.slot, shared.output);
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();

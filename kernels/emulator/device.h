@@ -61,6 +61,7 @@ template <int PENDING> inline void wait_for_copies() {
 
 inline uint4 load_once(const void* from) { return *(const uint4*)from; }
 inline void prefetch(const void*) {}
+inline void prefetch_l2(const void*) {}
 
 // ---- Warps and barriers ----
 

@@ -661,20 +661,22 @@ void run_case(const Case& one, Mode mode, u32 shift, u32 rows, u64 seed) {
                         {"the rows", bytes_of(tensor_rows), sizeof(TensorRows) * count, 0},
                         {"the forms", bytes_of(forms), sizeof(TensorForm) * count, 0}};
     Buffer status_words("the status words", bytes_of(statuses), 4 * count, 0), flag("the flag", Bytes(4), 4, 0);
-    // Scratch memory for the changes of all chunks between two launches: no memory, enough for nearly all lists, or enough
-    // for few.
+    // Scratch memory for the lists or targets of all chunks between two launches: no memory, enough for nearly all, or
+    // enough for few.
     const bool is_checked = mode == CHECKED;
-    // Often the memory has exactly the size of all lists, which detects an overrun.
-    u32 most = 256, all_lists = 256;
+    // Often the memory has exactly the size of all of them, which detects an overrun.
+    u32 most = 256, all_kept = 256;
     for (const ChunkCase& chunk : one.chunks) {
-        u32 list = (TPDE_LIST_BYTES(chunk.record.num_deltas, chunk.width()) + 255) / 256 * 256;
-        most = std::max(most, list);
-        all_lists += list;
+        u32 list = TPDE_LIST_BYTES(chunk.record.num_deltas, chunk.width()), target = chunk.lanes() * chunk.width();
+        bool is_list = TPDE_SHORT_LIST * (u64)list <= target && chunk.base.size() >= target;
+        u32 kept = ((is_list ? list : target) + 255) / 256 * 256;
+        most = std::max(most, kept);
+        all_kept += kept;
     }
-    if (count) all_lists -= 256;
+    if (count) all_kept -= 256;
     const bool exact = (seed >> 6 ^ shift >> 4) & 1;
     const u32 slots = is_checked ? (seed % 4 ? (u32)count + 1 : 0) : 1 + seed % 3;
-    const u32 slot_bytes = is_checked ? (exact      ? all_lists
+    const u32 slot_bytes = is_checked ? (exact      ? all_kept
                                          : seed % 3 ? 1 << 20
                                                     : 2048)
                            : exact    ? most

@@ -256,6 +256,12 @@ pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
     (changes.next_multiple_of(2) * 4 + (changes << lane_log2)).next_multiple_of(LIST_STEP)
 }
 
+/// `TPDE_SHORT_LIST`: whether a chunk keeps a list of its changes, and not its target. A list that is rounded up may count as long
+/// where the kernel takes it as short; it needs less memory then.
+pub(super) fn is_short_list(list_bytes: u64, target_bytes: u64) -> bool {
+    u64::from(const { defined("TPDE_SHORT_LIST") }) * list_bytes <= target_bytes
+}
+
 /// Granularity of the size of a list of changes, in bytes.
 pub(super) const LIST_STEP: u64 = 256;
 

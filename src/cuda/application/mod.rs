@@ -50,7 +50,8 @@ impl<'a> Application<'a> {
     ///
     /// Cost: a few allocations and one small copy. The call waits for no stream. Device memory: 8 bytes per chunk, and 48 bytes
     /// per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases. The first application of a device
-    /// with such tensors compiles their kernels. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds the lists of changes, up to 48 MiB.
+    /// with such tensors compiles their kernels. [`InPlace::AllChecked`](crate::InPlace::AllChecked) adds lists of changes and
+    /// targets, up to 1 GiB.
     /// [`InPlace::ChunkByChunk`](crate::InPlace::ChunkByChunk) adds scratch memory once per device.
     ///
     /// # Errors

@@ -80,8 +80,8 @@ impl Prepared {
     pub fn new(plan: ApplyPlan<'_>, caller_memory: Option<DeviceSlice>) -> Result<Self> {
         let device = &plan.index.device().inner;
         let in_caller_memory = caller_memory.is_some();
-        let scratch = plan.scratch(in_caller_memory);
-        let offsets = plan.offsets(scratch, if in_caller_memory { plan.schedule.staged_bytes } else { 0 });
+        let mut scratch = plan.scratch(in_caller_memory);
+        let mut offsets = plan.offsets(scratch, if in_caller_memory { plan.schedule.staged_bytes } else { 0 });
         let caller_memory = caller_memory.map(|memory| memory.reserve(offsets.bytes, device)).transpose()?;
         let ApplyPlan { ref index, ref bindings, mode, ref schedule, .. } = plan;
         let first = tensor_range(bindings).start;
@@ -98,7 +98,15 @@ impl Prepared {
         let cx = device.context.enter()?;
         let memory = match caller_memory {
             Some(memory) => memory,
-            None => DeviceSlice::owned(Allocation::new(device, &cx, offsets.bytes)?, offsets.bytes),
+            None => {
+                let mut allocation = Allocation::new(device, &cx, offsets.bytes);
+                if allocation.is_err() && scratch.take().is_some() {
+                    // Without scratch memory of its own, the application decodes more chunks twice.
+                    offsets = plan.offsets(None, 0);
+                    allocation = Allocation::new(device, &cx, offsets.bytes);
+                }
+                DeviceSlice::owned(allocation?, offsets.bytes)
+            }
         };
         let at = |offset: u64| memory.address() + offset;
         if let Some(targets) = plan.targets() {
@@ -106,7 +114,7 @@ impl Prepared {
         }
         let own_head = scratch.map_or(0, |scratch| abi::scratch_head(scratch.slots));
         let scratch = match mode {
-            Mode::InPlace(InPlace::ChunkByChunk) if !in_caller_memory => Some(device.scratch(&cx)?),
+            Mode::InPlace(InPlace::ChunkByChunk) if !in_caller_memory && scratch.is_none() => Some(device.scratch(&cx)?),
             _ => scratch.map(|scratch| scratch.at(at(offsets.scratch))),
         };
         let digest_plan = plan.digests.as_ref();

@@ -30,8 +30,9 @@ use zerocopy::IntoBytes;
 /// Maximum number of slices that are decoded concurrently. Each has a side stream.
 pub(super) const SIDES: usize = 8;
 
-/// Default bound of scratch memory, in bytes.
-const MAX_SCRATCH_BYTES: u64 = 48 << 20;
+/// Default bound of scratch memory in bytes, and its bound in memory of the caller.
+const MAX_SCRATCH_BYTES: u64 = 1 << 30;
+const MAX_CALLER_SCRATCH_BYTES: u64 = 48 << 20;
 
 /// A checked plan to rebuild or change tensors of a pair. It has no device memory.
 #[derive(Debug)]
@@ -45,7 +46,8 @@ pub struct ApplyPlan<'a> {
     pub(super) compared: PayloadDigests,
     targets: Targets,
     compares_targets: bool,
-    max_scratch_bytes: u64,
+    /// Limit for scratch memory, if the caller has set one.
+    max_scratch_bytes: Option<u64>,
 }
 
 /// Offsets of the parts of an application's memory.
@@ -138,7 +140,7 @@ impl<'a> ApplyPlan<'a> {
             compared: PayloadDigests::NotCompared,
             targets,
             compares_targets: true,
-            max_scratch_bytes: MAX_SCRATCH_BYTES,
+            max_scratch_bytes: None,
         };
         Ok(plan.payload_digests(true))
     }
@@ -194,41 +196,56 @@ impl<'a> ApplyPlan<'a> {
         self.compared
     }
 
-    /// Limits the memory for lists of changes. Chunks whose list does not fit are decoded twice.
+    /// Limits the scratch memory of an application in place. It keeps the changes or the targets of chunks until they may be stored.
+    /// Chunks that do not fit are decoded twice. The default is 1 GiB, or 48 MiB in memory of the caller.
     #[must_use]
     pub fn max_scratch_bytes(self, bytes: u64) -> Self {
-        Self { max_scratch_bytes: bytes, ..self }
+        Self { max_scratch_bytes: Some(bytes), ..self }
     }
 
-    /// Returns the scratch memory of this application, without an address.
-    /// - [`InPlace::AllChecked`]: memory for all changes, within the limit. Chunks whose list does not fit are decoded twice.
-    /// - [`InPlace::ChunkByChunk`]: slots, if the application is prepared in memory of the caller; otherwise `None`, because it
-    ///   uses the scratch memory of the device. There is one slot per concurrent block, sized for the largest list. If that exceeds
-    ///   the limit, slots are smaller: decoding some chunks twice costs less
-    ///   than blocks that wait for a slot.
+    /// Returns the scratch memory of this application, without an address. A chunk keeps a list of its changes, or its target if the
+    /// list is not short.
+    /// - [`InPlace::AllChecked`]: memory for all lists and targets, within the limit.
+    /// - [`InPlace::ChunkByChunk`]: one slot per concurrent block, as large as the largest list or target. If that exceeds the
+    ///   limit, or no chunk keeps its target, slots are for lists alone: in the scratch memory of the device, or in memory of the
+    ///   caller. If lists exceed the limit, slots are smaller: decoding some chunks twice costs less than blocks that wait for a
+    ///   slot.
     pub(super) fn scratch(&self, in_caller_memory: bool) -> Option<Scratch> {
-        let (mut chunks, mut largest, mut total) = (0, 0, 0);
+        let (mut chunks, mut largest_list, mut largest_target, mut all) = (0, 0, 0, 0);
         for binding in &self.bindings {
             let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
             if tensor.codec != Codec::Conditioned {
                 continue;
             }
-            let (chunk_range, lane_log2) = (tensor.chunks(), tensor.device.lane_log2);
-            for record in &self.index.uploaded.records[chunk_range.start as usize..chunk_range.end as usize] {
-                let changes = u64::from(record.num_deltas.get());
-                if changes > 0 {
-                    chunks += 1;
-                    let bytes = abi::list_bytes(changes, lane_log2);
-                    (largest, total) = (largest.max(bytes), total + bytes);
+            let lane_log2 = tensor.device.lane_log2;
+            for chunk in tensor.chunks() {
+                let changes = u64::from(self.index.uploaded.records[chunk as usize].num_deltas.get());
+                let (list, target) = (abi::list_bytes(changes, lane_log2), tensor.chunk_lanes(chunk) << lane_log2);
+                if changes == 0 {
+                    continue;
+                }
+                chunks += 1;
+                if abi::is_short_list(list, target) {
+                    largest_list = largest_list.max(list);
+                    all += list;
+                } else {
+                    largest_target = largest_target.max(target);
+                    all += target.next_multiple_of(abi::LIST_STEP);
                 }
             }
         }
+        let multiprocessors = self.index.device().multiprocessors();
+        let most = self.max_scratch_bytes.unwrap_or(if in_caller_memory { MAX_CALLER_SCRATCH_BYTES } else { MAX_SCRATCH_BYTES });
         match self.mode {
-            Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.schedule.order.len() as u32, total, self.max_scratch_bytes),
-            Mode::InPlace(InPlace::ChunkByChunk) if in_caller_memory => {
-                Scratch::of_chunks(chunks, largest, self.index.device().multiprocessors(), self.max_scratch_bytes)
+            Mode::OutOfPlace => None,
+            Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.schedule.order.len() as u32, all, most),
+            Mode::InPlace(InPlace::ChunkByChunk) => {
+                let slot_bytes = largest_target.max(largest_list);
+                let with_targets = || Scratch::of_targets(chunks, slot_bytes, multiprocessors, most);
+                let of_lists = || Scratch::of_chunks(chunks, largest_list, multiprocessors, most);
+                let with_targets = if largest_target > 0 { with_targets() } else { None };
+                with_targets.or_else(|| if in_caller_memory { of_lists() } else { None })
             }
-            _ => None,
         }
     }
 
