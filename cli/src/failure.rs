@@ -275,8 +275,11 @@ mod tests {
             arms.map(|arm| arm.split_once("\", ").unwrap()).map(|(kind, name)| (kind, code(name))).collect();
         expected.insert(("usage", code("USAGE")));
         let document = include_str!("../../docs/cli.md");
-        let table =
-            document.lines().skip_while(|line| !line.starts_with("| `kind`")).skip(2).take_while(|line| line.starts_with('|'));
+        let table = document
+            .lines()
+            .skip_while(|line| !line.starts_with("| `kind` | exit code"))
+            .skip(2)
+            .take_while(|line| line.starts_with('|'));
         let rows = table.map(|row| row.split('|').map(str::trim).collect::<Vec<_>>());
         let documented: BTreeSet<(&str, usize)> = rows.map(|row| (row[1].trim_matches('`'), row[2].parse().unwrap())).collect();
         assert!(documented.len() > 10);
