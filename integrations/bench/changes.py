@@ -1,11 +1,11 @@
 """Weights and changes of any size, with the statistics of real ones.
 
-`rates.json` has, for each exponent of BF16 weights: how many weights have it, which share of them changed in a run of reinforcement learning,
-and how far they moved. It was made from two checkpoints by
+`rates.json` has a row per exponent of BF16 weights: the number of weights, the share that changed in a run of reinforcement learning,
+and the distances of these changes. It was made from two checkpoints by
 
     python integrations/bench/changes.py base.safetensors rl20.safetensors
 
-Larger changes move all weights further by a power of two: a weight changes as one did whose exponent was smaller by as many.
+A larger change scales all steps by 2^n: a weight with exponent e then changes as weights with exponent e - n did.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     python integrations/bench/sync.py --channel folder --path /shared/run
     python integrations/bench/sync.py --address 10.0.0.1:29500 --rank 1                          # one rank, on any host
 
-Weights and changes have the statistics of real ones: see changes.py. Beside each row, over the same link and in the same run: all weights;
-positions as int32 and values; gaps and values in zstd. Every weight of every receiver is compared after each of them. Rows are JSON, one per
-line. With --gigabits, a token bucket limits what is sent, for the share --throttled-share.
+Weights and changes have the statistics of real ones: see changes.py. Each row has three other methods,
+over the same link and in the same run: all weights; positions as int32 and values; gaps and values in zstd. After each method every
+weight of every receiver is compared. Rows are JSON, one per line. With --gigabits, a token bucket limits what is sent, for the share --throttled-share.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def compare(model: str, ranks: int, *, plain: bool) -> None:
         source = Trainer(base)
         engine = Engine(folder / "base", ranks)
         before = engine.answers()
-        assert before[1] != expected[1], "the versions answer alike: the comparison shows nothing"
+        assert before[1] != expected[1], "both versions give the same answers, so the comparison shows nothing"
         assert "nan" not in repr(expected[1]), "the engine answers NaN"
         how = {"folder": str(folder / "run"), "checkpoint": str(folder / "base")}
         trainer = TrainerEngine.trainer_init(TrainerInit(rank=0, **how), client=engine, source=source)

@@ -42,7 +42,7 @@ SHAPES = {
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=2000
     ),
 }
-#: Budgets of the small model, by the GiB that they stand for: all compressed layers fit, or some of them.
+#: Budgets of the small model, by the GiB that they stand for: all compressed layers fit, or only some.
 SMALL_BUDGETS = {12: RESERVE + 7_100_000, 8: RESERVE + 4_500_000}
 #: Lanes that are made at a time, so that making them takes little memory.
 PIECE = 4 << 20

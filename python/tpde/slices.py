@@ -326,7 +326,7 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
 
 
 def _is_mixed(live: list[Slice], kept: list[Slice]) -> bool:
-    """Whether live parameters are on a device, and what is kept is not. One call changes memory of one of them."""
+    """Return whether live parameters are on a device and kept copies on the CPU. One call changes memory of one kind only."""
     return bool(live and kept) and device_of_slices(live) is not None
 
 

@@ -51,8 +51,8 @@ pub struct PutOptions<'a> {
     pub metadata: BTreeMap<String, String>,
     /// Options of the encoder.
     pub encode: EncodeOptions,
-    /// Is told how many bytes of tensors are encoded; the total is the size of all tensors. It can stop the call, also between
-    /// two objects of the store: the error is the one that it returns.
+    /// Receives the number of encoded bytes of tensors; the total is the size of all tensors. It can stop the call, also between
+    /// two objects of the store. The call then returns its error.
     pub watch: Option<&'a dyn Watch>,
 }
 
@@ -263,7 +263,7 @@ pub(crate) fn upload_files(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
     Ok(StoredPair { digest, index, blob })
 }
 
-/// Whether the store's rules ask for an anchor behind `parent`.
+/// Returns whether the store's rules require an anchor after `parent`.
 pub(crate) fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) -> Result<bool> {
     let Some(route) = route::find_if_any(catalog, parent, Start::Anchor)? else { return Ok(false) };
     let (count, bytes, anchor) = route.since_anchor();

@@ -269,7 +269,7 @@ fn is_sound(store: &Store, weights: &[Weights], seed: u64) {
     check(store, &format!("main@{number}"), &weights[number as usize], &GetOptions::default());
 }
 
-/// Lost answers differ from lost requests only in what was written: a third of them will do.
+/// Lost answers differ from lost requests only in what was written, so a third is tested.
 fn died_late(fault: fn(u64) -> Fault, request: u64) -> bool {
     fault(0) == Fault::DeadFrom(0) || request.is_multiple_of(3)
 }
@@ -285,7 +285,7 @@ fn a_prune_that_dies_at_any_request_leaves_a_store_for_the_next_one() {
     };
     for fault in [Fault::DeadFrom as fn(u64) -> Fault, Fault::LostAt] {
         let mut died = 0;
-        // Requests before the first that writes are reads, and all look the same: some of them will do.
+        // Requests before the first that writes are reads, and have the same effect, so a sample is tested.
         let is_sampled = |request: &u64| if *request > 24 { died_late(fault, *request) } else { request.is_multiple_of(8) };
         for request in (0..).filter(is_sampled) {
             let memory = Arc::new(whole.fork());

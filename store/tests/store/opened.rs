@@ -111,7 +111,7 @@ fn tensors_in_memory_and_pairs_from_elsewhere_are_versions_too() {
     assert!(store.verify(None, true).unwrap().faults.is_empty());
 }
 
-/// Ends the call once it is told to.
+/// Ends the call when `now` is set.
 #[derive(Default)]
 struct End {
     now: AtomicBool,
