@@ -19,7 +19,7 @@ use std::sync::{LazyLock, OnceLock};
 use tpde::internals::fuzzing::model::{self, Shape};
 use tpde::internals::fuzzing::{self, Decoders};
 use tpde::internals::{ChunkDecoder, Encoded, EncodedChunk, TableSet, chunk_sum};
-use tpde::{Codec, Dtype, Limits, Result, TensorInfo, ValidatedIndex};
+use tpde::{Codec, Dtype, Limits, Result, Rule, TensorInfo, ValidatedIndex};
 
 /// Small limits, so that no input is slow.
 pub const LIMITS: Limits = Limits::DEFAULT.index_size(1 << 16).section_size(1 << 16);
@@ -278,7 +278,10 @@ impl Conditioned {
         let rule = outcomes[0].0.as_ref().err().and_then(|error| error.rule());
         for (outcome, lanes) in outcomes {
             assert_eq!(outcome.is_ok(), expected.is_some(), "{outcome:?}");
-            assert_eq!(outcome.as_ref().err().and_then(|error| error.rule()), rule);
+            let found = outcome.as_ref().err().and_then(|error| error.rule());
+            // If a step of a stream has two errors, vector code can find the other error first.
+            let of_step = |rule| matches!(rule, Some(Rule::PayloadStream | Rule::PayloadDeltas));
+            assert!(found == rule || of_step(found) && of_step(rule), "{found:?}, {rule:?}");
             assert!(expected.as_ref().is_none_or(|expected| *expected == lanes));
             check_outcome(self.dtype, self.base, self.num_deltas, outcome, &lanes);
         }
