@@ -20,7 +20,7 @@ pub(crate) struct Plan {
     pub base_kind: BaseKind,
     pub dtype: Dtype,
     pub chunk_lanes_log2: u8,
-    pub pace: DecodeCost,
+    pub decode_cost: DecodeCost,
     pub lanes: u64,
     /// Tables of codec `conditioned`: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
     pub tables: [Option<Arc<TableSet>>; 2],
@@ -55,7 +55,7 @@ impl Plan {
             Codec::Conditioned => Coding::Conditioned {
                 tables: self.tables_of(way).map(|set| &**set),
                 low_bits: low_bits(self.dtype, way.from_base),
-                decode_cost: self.pace,
+                decode_cost: self.decode_cost,
             },
         }
     }
@@ -198,7 +198,7 @@ pub(super) fn plan_from(
         base_kind,
         dtype: *dtype,
         chunk_lanes_log2,
-        pace: options.favor.decode_cost(options.chunk_lanes),
+        decode_cost: options.favor.decode_cost(options.chunk_lanes),
         lanes,
         tables: [None, None],
         derived: None,

@@ -207,8 +207,8 @@ impl Chunk<'_> {
             _ if device.tables == abi::NO_TABLES || (device.low_bits != 0 && state.exceptions != 0) => uncoded,
             _ => {
                 let coded = state.coded as usize;
-                let size = size_of_cost(state.cost, coded, device.low_bits.into(), plan.pace);
-                let (states, segments) = shape(coded, size, tiles_of(device) as usize, plan.pace);
+                let size = size_of_cost(state.cost, coded, device.low_bits.into(), plan.decode_cost);
+                let (states, segments) = shape(coded, size, tiles_of(device) as usize, plan.decode_cost);
                 (device.states_log2, device.segments_log2) = (states.ilog2() as u8, segments.ilog2() as u8);
                 form::CODED
             }

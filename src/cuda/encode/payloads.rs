@@ -81,7 +81,7 @@ pub(super) fn write(
 ) -> Result<()> {
     for chunk in wave.chunks.iter_mut().filter(|chunk| chunk.device.form == form::CODED) {
         let coded = chunk.state.coded;
-        let size = size_of_cost(chunk.state.cost, coded as usize, chunk.device.low_bits.into(), chunk.plan().pace);
+        let size = size_of_cost(chunk.state.cost, coded as usize, chunk.device.low_bits.into(), chunk.plan().decode_cost);
         // Half of the bytes are words; 256ths of words per coded lane.
         let estimated = (size / 2 * limits.room).div_ceil(u64::from(coded.max(1)));
         chunk.device.words_scale = estimated.min(256 * words_max(&chunk.device)) as u32;

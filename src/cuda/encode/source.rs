@@ -138,7 +138,7 @@ impl Source {
                 lanes: lanes as u32,
                 base_lanes: base_lanes as u32,
                 tables: abi::NO_TABLES,
-                lane_cost: plan.pace.lane as u32,
+                lane_cost: plan.decode_cost.lane as u32,
                 dtype: plan.dtype.code(),
                 lane_log2: width.ilog2() as u8,
                 low_bits: low_bits(plan.dtype, plan.base_kind != BaseKind::None) as u8,
