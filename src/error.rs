@@ -200,7 +200,7 @@ impl fmt::Display for PartNotHeld {
             return write!(f, "tensor {tensor}: the {checkpoint} has no element of {part}");
         }
         let held = bounded(format_args!("{}", List(held)));
-        write!(f, "tensor {tensor}: the {checkpoint} has of {part} only {held}. Cut the tensor there")
+        write!(f, "tensor {tensor}: of {part} the {checkpoint} has only {held}. Cut the tensor there")
     }
 }
 
@@ -258,7 +258,7 @@ pub enum Conflict {
 }
 
 impl Conflict {
-    /// Returns the name, as in JSON.
+    /// The name that JSON uses.
     pub const fn name(self) -> &'static str {
         match self {
             Conflict::Tensor => "tensor",

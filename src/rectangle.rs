@@ -76,7 +76,7 @@ impl Rectangle {
         self.dims() == Some(shape.len()) && self.ends().zip(shape).all(|(end, dim)| end <= *dim)
     }
 
-    /// Number of dimensions, if both lists have it.
+    /// Number of dimensions; `None` if `origin` and `extent` have different lengths.
     fn dims(&self) -> Option<usize> {
         (self.origin.len() == self.extent.len()).then_some(self.extent.len())
     }
@@ -113,7 +113,7 @@ pub(crate) fn overlap<'a>(rectangles: impl IntoIterator<Item = &'a Rectangle>) -
         return None;
     }
     sorted.iter().enumerate().find_map(|(i, &a)| {
-        // Later rectangles begin even further down the first dimension.
+        // Later rectangles begin at the same index of the first dimension, or at a higher one.
         let end = a.ends().next();
         let near = sorted[i + 1..].iter().take_while(|b| b.origin.first().copied() < end || end.is_none());
         near.copied().find(|b| a.intersection(b).is_some()).map(|b| [a, b])
@@ -156,7 +156,7 @@ pub(crate) fn precedes(a: (&[u64], &[u64]), b: (&[u64], &[u64])) -> bool {
     false
 }
 
-/// The first elements of `within` that no part has. `parts` are rectangles in the order of parts.
+/// The first elements of `within` that no part has. `parts` are in the order of section 8.4.
 pub(crate) fn first_gap(parts: &[Rectangle], within: &Rectangle) -> Option<Rectangle> {
     if within.extent.contains(&0) { None } else { gap_from(parts, within, 0) }
 }
@@ -191,7 +191,7 @@ pub struct Runs {
     start: u64,
     /// Length of a run.
     run: u64,
-    /// Number of runs and distance between them, for each dimension that is not part of a run, from the outermost.
+    /// Number of runs and distance between them, for each dimension that lies outside of a run, from the outermost.
     dims: Vec<(u64, u64)>,
 }
 
@@ -251,7 +251,7 @@ impl Runs {
         self.start
     }
 
-    /// Offset in the tensor behind the last byte.
+    /// Offset in the tensor after the last byte.
     pub fn end(&self) -> u64 {
         self.start + self.run + self.dims.iter().map(|(count, distance)| (count - 1) * distance).sum::<u64>()
     }
@@ -273,8 +273,8 @@ impl Runs {
         before + rest.min(self.run)
     }
 
-    /// Calls `each` with the offset in the tensor, and the range within the `size` bytes, of each run of the bytes from byte
-    /// `offset` of the rectangle on.
+    /// Goes through `size` bytes of the rectangle, from its byte `offset` on. For each run, calls `each` with the offset of
+    /// the run in the tensor, and the range of the run within these bytes.
     pub fn try_each<E>(&self, offset: u64, size: usize, mut each: impl FnMut(u64, Range<usize>) -> Result<(), E>) -> Result<(), E> {
         let mut done = 0;
         while done < size {

@@ -110,7 +110,7 @@ fn a_part_that_is_held_only_partly_is_refused_and_the_error_says_where_to_cut() 
     assert_eq!((&whole.part, &whole.held), (&Rectangle::whole(&[10, 6]), &vec![part.clone()]));
     let rows = refused(encode(split("w=0:2")));
     assert_eq!(rows.part, Rectangle::new([0, 0], [5, 6]));
-    assert_eq!(rows.to_string(), "tensor w: the target has of [0:5, 0:6] only [4:5, 0:6]. Cut the tensor there");
+    assert_eq!(rows.to_string(), "tensor w: of [0:5, 0:6] the target has only [4:5, 0:6]. Cut the tensor there");
     let columns = refused(encode(split("w=1:3")));
     assert_eq!((&columns.part, &columns.held), (&Rectangle::new([0, 0], [10, 2]), &vec![Rectangle::new([4, 0], [4, 2])]));
 

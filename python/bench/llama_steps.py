@@ -42,7 +42,7 @@ SHAPES = {
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=2000
     ),
 }
-#: Budgets of the small model, by the GiB that they stand for: all compressed layers fit, or only some.
+#: Memory budgets of the small model. The keys are those of the large model in GiB: in 12 all compressed layers fit, in 8 only some.
 SMALL_BUDGETS = {12: RESERVE + 7_100_000, 8: RESERVE + 4_500_000}
 #: Lanes that are made at a time, so that making them takes little memory.
 PIECE = 4 << 20
@@ -73,7 +73,7 @@ class Model:
         print(f"    {text}", flush=True)
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left of the time limit."""
         return float(self.how.seconds - (time.perf_counter() - self.begin))
 
     def configured(self, **other: int) -> LlamaConfig:
@@ -106,7 +106,7 @@ class Model:
         return made
 
     def put(self, model: nn.Module, names: Iterable[str], where: str = "device") -> None:
-        """Dense weights into the model."""
+        """Puts dense weights into the model."""
         for name in names:
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, nn.Parameter(self.weight(name, where), requires_grad=False))
@@ -164,19 +164,19 @@ class Model:
             torch.cuda.reset_peak_memory_stats()
 
     def beside(self) -> int:
-        """Bytes of the device that are not PyTorch's allocator's: context and libraries, and what others hold."""
+        """Bytes of the device that PyTorch's allocator does not hold: context and libraries, and what others hold."""
         if not self.is_gpu:
             return 0
         free, total = torch.cuda.mem_get_info()
         return int(total - free - torch.cuda.memory_reserved())
 
     def peak(self) -> int:
-        """Bytes of the whole device in use at most, since this process began."""
+        """The largest number of bytes in use on the whole device since this process began."""
         return self.beside() + int(torch.cuda.max_memory_reserved()) if self.is_gpu else 0
 
 
 def digests(logits: torch.Tensor) -> list[str]:
-    """Of each step's logits."""
+    """Digest of the logits of each step."""
     return [hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:32] for row in logits]
 
 
@@ -315,9 +315,9 @@ class Streamed(nn.Module):
 
 # ---- tpde
 
-#: Lanes of a chunk of layers that are rebuilt one by one: as many chunks as a device decodes at once.
+#: Lanes per chunk for layers that are rebuilt one by one. A layer then has about as many chunks as a device decodes at once.
 LAYER_CHUNK = 1 << 16
-#: Of fine-tunes, which are rebuilt as a whole.
+#: Lanes per chunk for fine-tunes, which are rebuilt as a whole.
 TUNE_CHUNK = 1 << 19
 
 
@@ -348,7 +348,7 @@ def compressed(m: Model, room: int) -> nn.Module:
         plain = spread(m.linears, gain, room - sum(stored.values()))
     else:
         on_device = spread(m.linears, stored, room - 2 * max(stored.values()))
-    # Embedding and head before the layers, as the pair does not have them.
+    # Puts embedding and head into the model before the layers are attached: the pair has neither.
     m.put(model, m.others)
     attached = tpde.nn.attach(
         model,
@@ -418,7 +418,7 @@ def by_dfloat11(m: Model, room: int) -> nn.Module:
 
     model = m.empty()
     m.put(model, m.others, "host")
-    # A decoder layer is decoded as a whole, and one that is offloaded is on the device while it is used.
+    # A decoder layer is decoded as a whole, and an offloaded layer is on the device while it is used.
     layer = sum(m.dense_bytes.values()) // m.config.num_hidden_layers
     return df11.load(m.folder / "df11", model, m.config.num_hidden_layers, layer, room, m.say)
 

@@ -357,7 +357,7 @@ def test_slices_that_cannot_be_encoded_are_refused(cut: Cut, tmp_path: Path) -> 
         [tpde.Slice("q", q.index, q.tensor[:5], SHAPES["q"])], tpde.InvalidArgument, r"is F32 \[5, 96\]: expected F32 \[128, 96\]"
     )
     refuse([q, q], tpde.InvalidArgument, "q")
-    error = refuse([q], tpde.NotHeld, "tensor q: the target has of .* only .*. Cut the tensor there", split="q=0:3")
+    error = refuse([q], tpde.NotHeld, "tensor q: of .* the target has only .*. Cut the tensor there", split="q=0:3")
     assert (error.tensor, error.chunk) == ("q", None)
     refuse(
         [q], tpde.NotHeld, "tensor q: the base has no element of", base=[tpde.Slice("q", np.s_[:128], base[0].tensor, SHAPES["q"])]

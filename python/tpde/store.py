@@ -134,12 +134,12 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
     Args:
         location: Path or URL.
         grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A ``put`` must end within half of it.
-        anchor_every: A version is stored whole after this many versions; 0 for never.
+        anchor_every: A version is stored whole after this many versions since the last anchor; 0 for never.
         anchor_percent: A version is stored whole if the chain since the last whole one is larger than this share of it; 0 for never.
 
     Raises:
         AlreadyAStore, RequestFailed, SystemRefused: As their names say.
-        InvalidArgument: A grace below 2 seconds, or a number that is no count.
+        InvalidArgument: A grace below 2 seconds, or a negative number.
     """
     counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
     for name, count in counts.items():
@@ -247,9 +247,8 @@ class Store:
     ) -> Version:
         """Store a pair that was made elsewhere as the next version of a branch, such as one merged from the pairs of several ranks.
 
-        If the pair has a base, it is the parent: the digests in the indexes are compared, or if the two describe other parts of tensors,
-        the pair is decoded. The pair has the digest of each
-        payload: it was made with ``payload_digests=True``. Other arguments are as for :meth:`put`.
+        The base of the pair must be the parent. The digests in both indexes are compared; if the two pairs cut tensors differently, the
+        pair is decoded instead. The pair must have been made with ``payload_digests=True``. Other arguments are as for :meth:`put`.
 
         Raises:
             Step, WrongBase: The pair does not fit the parent.
@@ -370,8 +369,8 @@ class Store:
         favor: str | None = None,
     ) -> PruneReport:
         """Keep those versions of a branch whose number is a multiple of ``keep_every``, the newest, the anchors, and those at which other
-        branches begin. The others cannot be named from now on. First shortcuts are made past them; :meth:`gc` removes their pairs once
-        the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
+        branches begin. The others cannot be named from now on. First, shortcuts are made that skip
+        them. :meth:`gc` removes the pairs of these versions once the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
 
         Raises:
             InvalidArgument: ``keep_every`` is no number of at least 1.
@@ -393,12 +392,12 @@ class Store:
         return report(VerifyReport, text)
 
     def gc(self) -> GcReport:
-        """Remove versions of deleted branches that no other version needs, and objects that no version uses, if the deletion or the
-        object is older than the store's grace. What a running ``put`` has read or uploaded stays."""
+        """Remove versions that were pruned or whose branch was deleted, if no other version needs them, and objects that no version
+        uses. Whatever is younger than the store's grace is kept. What a running ``put`` has read or uploaded stays."""
         return report(GcReport, self._store.gc())
 
     def usage(self) -> Usage:
-        """Sizes of what the manifests name."""
+        """Sizes of everything to which the manifests refer."""
         return report(Usage, self._store.usage())
 
     def watch(self, branch: str = "main", *, start: int = 0, interval: float = 10.0) -> Iterator[Version]:

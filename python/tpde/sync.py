@@ -1,6 +1,6 @@
 """A trainer's weights in the live parameters of inference engines, version by version.
 
-A :class:`Publisher` encodes the difference of each version from the one before. A :class:`Subscriber` patches live parameters by it,
+A :class:`Publisher` encodes the difference of each version from the one before. A :class:`Subscriber` applies it to live parameters,
 as :func:`tpde.slices.apply_` does, and answers. A *channel* carries pairs and answers: a :class:`Folder`, or a :class:`Group` of
 ranks that ``torch.distributed`` or an engine's communicator connects::
 
@@ -13,8 +13,10 @@ ranks that ``torch.distributed`` or an engine's communicator connects::
 Three rules hold after any failure:
 
 - The parameters of a subscriber are those of one version, never a mixture.
-- A version is published only if all subscribers have the previous one. The publisher raises the error of a subscriber that fails.
-- A subscriber that comes late catches up by the pairs that it missed, or by a whole version.
+- A version is published only if all subscribers have the previous one.
+- The publisher raises the error of a subscriber that fails.
+
+A subscriber that comes late catches up by the pairs that it missed, or by a whole version.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Publisher:
 
     Args:
         source: The trainer's weights: a :class:`Source`, or its first argument.
-        channel: Where versions go; ``None`` for the ranks of a source with ``group`` other than the first.
+        channel: Where versions go; ``None`` on all ranks but the first, if the source has a ``group``.
         dtype: As for :class:`Source`.
         favor: As for :func:`tpde.encode`.
         timeout: Seconds to wait for answers. A group waits as long as its transport does.
@@ -208,7 +210,7 @@ class Publisher:
     def _encode(
         self, target: Snapshot, version: int, layouts: dict[str, Any], record: dict[str, Any], *, whole: bool
     ) -> dict[str, Any]:
-        """Writes and sends the pairs of a version. Returns their entries for its record."""
+        """Writes and sends the pairs of a version. Returns the entries of the pairs for the version's record."""
         rectangles = [_indices(plain) for plain in layouts.values()]
         pairs, lanes, changed = [], 0, 0
         for number, names in enumerate(self._buckets(target)):
@@ -258,7 +260,7 @@ class Publisher:
             return inspect(path)
 
     def _gathered(self, own: Path, encode: Callable[[], Any]) -> list[Path]:
-        """Encodes a rank's part. The first rank gets those of all ranks."""
+        """Encodes what this rank holds, and gives the pair to the first rank."""
         message, failure = b"", None
         try:
             if encode() is not None:
@@ -281,7 +283,7 @@ class Publisher:
         return paths
 
     def wait(self, timeout: float | None = None) -> list[str]:
-        """Wait until all subscribers that can have the last version have answered that they do. Ranks without the channel return.
+        """Wait for the subscribers: each one that can reach the last version must answer that it has it. Ranks without the channel return.
 
         Returns:
             Names of the subscribers that need a whole version. The next version has it.
@@ -352,7 +354,7 @@ def _digests(stored: dict[str, Any]) -> list[str]:
 
 
 def steps(channel: Folder, start: int, stop: int, layout: str) -> list[tuple[int, bool]] | None:
-    """The pairs that lead from one version to another, as versions and whether they are whole; ``None`` if there are none."""
+    """The versions whose pairs lead from one version to another, and whether each is whole; ``None`` if no pairs lead there."""
     known = {version: channel.version(version) for version in channel.versions() if start < version <= stop}
 
     def has(version: int, kind: str) -> bool:
@@ -384,7 +386,7 @@ class Subscriber:
         name: A name that is unique in the channel: letters, digits, ``-`` and ``_``. A subscriber takes the place of a former one with its name.
         version: The version that the parameters hold: 0 after the engine has loaded the checkpoint of version 0; -1 if they hold none
             of the channel. They are then overwritten by the next whole version.
-        kept, reload: As for :func:`tpde.slices.apply_`. What is kept must be of the same version.
+        kept, reload: As for :func:`tpde.slices.apply_`. ``kept`` must hold the same version.
     """
 
     def __init__(
@@ -517,7 +519,7 @@ class _Checker:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self, version: int) -> None:
-        """What arrives follows this version."""
+        """Pairs that arrive from now on belong to the version after this one."""
         self._version, self._failure = version, None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "tpde-check")
@@ -546,7 +548,7 @@ class _Checker:
         return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     def drop(self) -> None:
-        """Forgets a version that is not published. Raises if that is because a check failed here."""
+        """Forgets a version that is not published. Raises the error if a check failed on this rank."""
         for one in self._pending:
             one.cancel()
         self._pending.clear()
@@ -559,13 +561,13 @@ class _Checker:
         return {"check": self._checked[1]} if self._checked[0] == version else {}
 
     def merge(self, version: int, stored: list[dict[str, str]]) -> tuple[Path, str]:
-        """One pair of all buckets, which have the digests of the record, and the digest that it must have."""
+        """Makes one pair of all buckets, which must have the digests of the record. Returns it, and the digest that it must have."""
         if len(stored) == 1:
             return self._channel.pair(stored[0]["pair"]), stored[0]["digest"]
         digests = tuple(one["digest"] for one in stored)
         if digests not in self._merged:
             if self._folder is None:
-                # A group's folder is of this rank, and may be in memory.
+                # A group's folder belongs to this rank, and may be in memory.
                 within = self._channel.path if self._channel.is_live else None
                 self._folder = tempfile.TemporaryDirectory(prefix="tpde-", dir=within)
             path = Path(self._folder.name) / f"{version:08}-{len(self._merged)}"

@@ -24,7 +24,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Receives rebuilt bytes. Calls come from any thread; their byte ranges never overlap.
 pub trait Sink: Sync {
-    /// Stores `bytes` at byte `offset` of the tensor with index `tensor_index` in the pair's index.
+    /// Stores `bytes` at byte `offset` of the tensor at position `tensor_index` of the pair's index.
     ///
     /// # Errors
     /// Any error that prevents the sink from storing the bytes. It ends the application.
@@ -103,7 +103,7 @@ impl<'a, B: Source> Run<'a, B> {
         }
     }
 
-    /// [`Run::new`] for any pair: if it has parts or derived bases, bases are found by `find`, and cut or formed.
+    /// [`Run::new`] for any pair: if it has parts or derived bases, `find` finds the base tensors, which are then cut or formed.
     pub fn with_parts(
         pair: &'a Pair<B>,
         base: &'a dyn Checkpoint,
@@ -115,7 +115,7 @@ impl<'a, B: Source> Run<'a, B> {
         Self { cut, ..Self::new(pair, base, progress) }
     }
 
-    /// The checkpoint that has the base tensors, with the numbers of [`Run::bases`].
+    /// The checkpoint that has the base tensors. [`Run::bases`] gives positions in it.
     pub fn base(&self) -> &dyn Checkpoint {
         self.cut.as_ref().map_or(self.whole_base, |cut| cut)
     }
@@ -269,7 +269,7 @@ impl<'a, B: Source> Run<'a, B> {
         Ok(self.report(chunks.finish()?))
     }
 
-    /// The run's source of payloads, for an application that reads the chunks of `read`.
+    /// The payloads of the chunks `read`, compared with their digests.
     pub(super) fn compared(&self, read: impl Iterator<Item = u32>) -> Compared<'a> {
         Compared::new(self.chunks, read)
     }
@@ -283,8 +283,7 @@ impl<'a, B: Source> Run<'a, B> {
         }
     }
 
-    /// [`Run::run_jobs`] on a device. `store` receives each tensor after it is hashed, on the device or here. The digests of a
-    /// tensor are compared when it is hashed, or at the end.
+    /// [`Run::run_jobs`] on a device. Each tensor is hashed, by the device or by the CPU, and then passed to `store`.
     fn run_on(
         &self,
         accelerator: &dyn Accelerator,
@@ -359,8 +358,8 @@ impl<'a, B: Source> Run<'a, B> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for (tensor, base) in self.selected().zip(bases) {
-            // A tensor that needs no base has an entry only in an application in place. If the pair was already applied, its
-            // memory holds the target.
+            // A tensor that needs no base has a position in `bases` only in an application in place. If the pair was already
+            // applied, its memory holds the target.
             let Some(base_index) = *base else { continue };
             let found = match self.hash_base(base_index) {
                 Ok(hash) => short(&hash),
@@ -421,7 +420,7 @@ fn cut_base<'a>(
 pub(super) struct DigestCheck<'a, 'b, B> {
     run: &'b Run<'a, B>,
     bases: &'b [Option<usize>],
-    /// Number of selected tensors that are complete, and come before all that are not.
+    /// Number of tensors at the front of the selection that are complete.
     ended: usize,
     /// Hashes of the chunks of the tensors after those, by position among the selected tensors. The chunks of each tensor come in
     /// order; those of the parts of one tensor may be mixed.

@@ -53,7 +53,7 @@ pub(super) const STRIDED_TENSOR: u16 = 0x8000;
 /// Bit of [`DeviceTensor::codec`]: only the kernels for derived bases decode the tensor.
 pub(super) const DERIVED_TENSOR: u16 = 0x4000;
 
-/// Size of the row, and its pitch, of memory without gaps.
+/// Size of a row, and pitch, that stand for memory without gaps: one row without an end.
 pub(super) const ENDLESS_ROW: u64 = 1 << 62;
 
 /// The parameter of a decoding kernel: `Launch` of `format.cuh`.
@@ -256,8 +256,8 @@ pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
     (changes.next_multiple_of(2) * 4 + (changes << lane_log2)).next_multiple_of(LIST_STEP)
 }
 
-/// `TPDE_SHORT_LIST`: whether a chunk keeps a list of its changes, and not its target. A list that is rounded up may count as long
-/// where the kernel takes it as short; it needs less memory then.
+/// `TPDE_SHORT_LIST`: whether a chunk keeps a list of its changes, and not its target. The kernel
+/// compares the size before it is rounded up, so it may keep a list where this says no. A list needs less memory than a target.
 pub(super) fn is_short_list(list_bytes: u64, target_bytes: u64) -> bool {
     u64::from(const { defined("TPDE_SHORT_LIST") }) * list_bytes <= target_bytes
 }

@@ -24,15 +24,18 @@ pub(super) struct TensorTable {
 struct Row {
     lanes: u64,
     base_param: u64,
-    /// Offsets, in `names`, of the name, of the base name and of its end, and index of the first dimension in `dims`. All fit in
-    /// 32 bits, because the parser of the header refuses larger sections.
+    /// Offset of the name in `names`. Like all offsets here it fits in 32 bits, because the parser of the header refuses larger
+    /// sections.
     name: u32,
+    /// Offset of the base name in `names`.
     base_name: u32,
+    /// End of the base name in `names`.
     end: u32,
     /// Offset and end, in `names`, of the scales name. Empty if the entry has none. Parts of a tensor share it.
     scales_name: (u32, u32),
+    /// Position of the first dimension in `dims`.
     first_dim: u32,
-    /// For a part, where the shape of its tensor and its origins begin in `dims`. Its extents begin at `first_dim`.
+    /// For a part, positions in `dims` of the shape of its tensor and of its origins. Its extents begin at `first_dim`.
     part: Option<PartDims>,
     first_chunk: u32,
     chunk_count: u32,
@@ -101,7 +104,7 @@ impl TensorTable {
             let mut entry = next_entry()?;
             let part = part_of(i);
             if has_parts {
-                entry.part = PART_WHOLE; // the rest of the field is reserved
+                entry.part = PART_WHOLE; // so that the check of reserved bytes passes
             }
             let is_last = part_of(i + 1) != PART_FURTHER;
             let features = EntryFeatures { part, is_last, has_derived };
@@ -117,7 +120,7 @@ impl TensorTable {
         Ok(parser.table)
     }
 
-    /// Whether a tensor has base lanes of its own, so that its base digest may differ from zero.
+    /// Whether a tensor has a base, so that its base digest may differ from zero.
     pub(super) fn has_base(&self, i: usize) -> bool {
         self.rows[i].base_kind != BaseKind::None
     }
@@ -238,7 +241,7 @@ struct TableParser {
 }
 
 impl TableParser {
-    /// Checks an entry.
+    /// Checks an entry, and adds its row to the table.
     fn entry(&mut self, entry: &TensorEntry, features: EntryFeatures, names: &mut &[u8]) -> Result<()> {
         let EntryFeatures { part, is_last, has_derived } = features;
         let (name, base_name) = match part {

@@ -86,7 +86,7 @@ pub struct Settings {
     pub nvcomp: Option<Nvcomp>,
 }
 
-/// Both checkpoints on the device, and the output.
+/// The base and the output in device memory, and the target, with which results are compared.
 struct Bed<'a> {
     device: &'a Device,
     stream: Stream,
@@ -240,7 +240,7 @@ impl Bed<'_> {
         Ok(vec![within, to_device, hashes])
     }
 
-    /// Encodes on the device, from device memory to pinned memory. Codec `zstd` has no rows.
+    /// Encodes on the device, from device memory to pinned memory. There are no rows for codec `zstd`, which a device cannot encode.
     fn encode(&self, pair: &Pair<Vec<u8>>, base: &dyn Checkpoint, options: &EncodeOptions) -> anyhow::Result<Vec<Row>> {
         if cuda::Encode::check_options(options).is_err() {
             return Ok(Vec::new());
@@ -258,7 +258,7 @@ impl Bed<'_> {
             ("encode, digests given", true, true),
         ] {
             if base_is_known && options.format == FormatVersion::V1_1 {
-                continue; // its roots need whole hashes
+                continue; // roots of format 1.1 need hashes of 32 bytes
             }
             let mut encode = cuda::Encode::new(&target).base(&base).options(options.clone()).encoder(&encoder);
             if base_is_known {

@@ -178,7 +178,7 @@ struct Verify {
     rebuild: bool,
 }
 
-/// Store a shortcut: one pair past the versions in between
+/// Store a shortcut: one pair that skips the versions in between
 ///
 /// Readers that have FROM, or pass it, read this pair instead of those between FROM and TO.
 #[derive(Args)]
@@ -221,7 +221,7 @@ struct FoldArgs {
     codec: CodecArgs,
 }
 
-/// Remove objects that no version uses
+/// Remove versions and objects that are no longer needed
 #[derive(Args)]
 struct Gc {
     /// Folder or URL of the store
@@ -276,7 +276,7 @@ impl Store {
     pub fn run(&self, common: &Common) -> anyhow::Result<ExitCode> {
         // The pairs that `put` and `verify` read. They go away at a signal too.
         let temporary = TemporaryFolder::create("tpde-store-").context("create a temporary folder")?;
-        // Another folder is set only if this was called before; that folder serves as well.
+        // The call fails if a folder was set before. That folder is as good.
         let _ = tempfile::env::override_temp_dir(temporary.path());
         match &self.verb {
             Verb::Init(verb) => common.show("store.init", verb.run()?),
@@ -372,7 +372,7 @@ impl Get {
     fn run(&self, common: &Common) -> anyhow::Result<Row> {
         let store = open(&self.store)?;
         let version = store.version(&self.version).map_err(error)?;
-        // Of some tensors, less is rebuilt: the bar ends early.
+        // If only some tensors are rebuilt, the bar ends early.
         let bar = common.bar("get", version.tensor_bytes);
         let advance = |bytes| bar.inc(bytes);
         let mut set = GlobSetBuilder::new();
@@ -416,7 +416,7 @@ impl Fold {
 impl Prune {
     fn run(&self, common: &Common) -> anyhow::Result<Pruned> {
         let store = open(&self.store)?;
-        // Which shortcuts are needed is found out later. There are never more.
+        // It is not known yet which shortcuts are needed. They never have more bytes than all versions of the branch.
         let most = store.log(&self.branch).map_err(error)?.iter().map(|version| version.tensor_bytes).sum();
         let bar = common.bar("prune", most);
         let advance = |bytes| bar.inc(bytes);
