@@ -18,19 +18,54 @@ pub(super) fn exception_cost(width: usize) -> u64 {
     8 * exception_bytes(width) as u64 * BIT
 }
 
-/// Returns log2 of `x` in cost units, rounded down. `x` must not be 0.
-pub(super) fn log2(x: u64) -> u64 {
-    let whole = x.ilog2();
-    // The mantissa, in 1..2, scaled by 2^31. Squaring doubles its logarithm; a carry is the next fractional bit.
-    let mut mantissa = if whole >= 31 { x >> (whole - 31) } else { x << (31 - whole) };
+/// Returns the fractional part of the logarithm of a mantissa in 1..2, in cost units, rounded down. The mantissa is scaled by 2^31.
+const fn fraction(mut mantissa: u64) -> u64 {
     let mut fraction = 0;
-    for _ in 0..BIT.ilog2() {
+    let mut bit = 0;
+    // Squaring doubles the logarithm; a carry is the next fractional bit.
+    while bit < BIT.ilog2() {
         mantissa = (mantissa * mantissa) >> 31;
         let carry = mantissa >> 32;
         fraction = fraction << 1 | carry;
         mantissa >>= carry;
+        bit += 1;
     }
-    u64::from(whole) * BIT + fraction
+    fraction
+}
+
+/// For each value of the eight bits after the first bit of a mantissa: the smallest fraction of such mantissas, and the smallest
+/// mantissas with a fraction that is larger by 1 and by 2, 2^32 if there are none. The fractions differ by at most 2.
+static FRACTIONS: [(u64, [u64; 2]); 256] = {
+    let mut fractions = [(0, [1 << 32; 2]); 256];
+    let mut i = 0;
+    while i < 256 {
+        let first = 256 + i as u64;
+        let start = fraction(first << 23);
+        fractions[i].0 = start;
+        let mut step = 0;
+        while step < 2 {
+            let (mut low, mut high) = (first << 23, (first + 1) << 23);
+            if fraction(high - 1) > start + step {
+                while high - low > 1 {
+                    let middle = low.midpoint(high);
+                    if fraction(middle - 1) > start + step { high = middle } else { low = middle }
+                }
+                fractions[i].1[step as usize] = low;
+            }
+            step += 1;
+        }
+        i += 1;
+    }
+    fractions
+};
+
+/// Returns log2 of `x` in cost units, rounded down. `x` must not be 0.
+#[inline]
+pub(super) fn log2(x: u64) -> u64 {
+    let whole = x.ilog2();
+    let mantissa = if whole >= 31 { x >> (whole - 31) } else { x << (31 - whole) };
+    let (fraction, next) = FRACTIONS[(mantissa >> 23 & 255) as usize];
+    u64::from(whole) * BIT + fraction + u64::from(mantissa >= next[0]) + u64::from(mantissa >= next[1])
 }
 
 /// Cost of each token in each class of a table set, without extra bits. Row: token. Column: class - 1.
@@ -74,5 +109,16 @@ mod tests {
         assert_eq!(log2(3), 405); // 1.58496 · 256 = 405.7
         assert_eq!(log2(4095), 12 * BIT - 1);
         assert!((1..100_000).all(|x| log2(x) <= log2(x + 1)));
+    }
+
+    #[test]
+    fn fractions_of_logarithms_are_those_of_repeated_squares() {
+        let check = |mantissa: u64| assert_eq!(log2(mantissa), 31 * BIT + fraction(mantissa), "{mantissa:#x}");
+        for (i, (_, next)) in (256u64..).zip(&FRACTIONS) {
+            let (first, last) = (i << 23, (i << 23) + (1 << 23) - 1);
+            [first, last].into_iter().for_each(check);
+            next.iter().flat_map(|&next| [next - 1, next]).filter(|mantissa| (first..=last).contains(mantissa)).for_each(check);
+            (first..last).step_by(99_991).for_each(check);
+        }
     }
 }

@@ -11,9 +11,8 @@ use super::tables::{MAX_CLASSES, SCALE, SCALE_LOG2, TableSet, base_value, tokens
 use crate::codec::Difference;
 use crate::dispatch::vectorized;
 use crate::lane::{Dtype, Lane, with_lane};
-use rayon::prelude::*;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::rc::Rc;
 
 /// Number of rounds of reassignment after each split.
 const ROUNDS: usize = 2;
@@ -160,57 +159,61 @@ struct Excess {
 /// Clusters rows into at most `classes_max` classes, and returns the sum of each class. `own` is the cost of each row if it had its
 /// own class.
 fn cluster(rows: &[Row], own: &[u64], classes_max: usize) -> Vec<Row> {
-    let rows = Rows::new(rows.iter());
-    // The scope enters the thread pool once for all splits.
-    let clusters = rayon::scope(|_| {
-        let mut clusters = Clusters::new(&rows, own);
-        while clusters.classes.len() < classes_max && clusters.split() {}
-        clusters
-    });
-    clusters.classes.into_iter().map(|class| class.sum).collect()
+    let columns = Columns::new(rows);
+    let mut clusters = Clusters::new(rows, &columns, own);
+    while clusters.classes.len() < classes_max && clusters.split() {}
+    clusters.classes.iter().map(|class| Row { counts: class.counts().collect() }).collect()
 }
 
-/// Tokens per vector. Rows and sums are padded to a multiple of it.
-const VECTOR: usize = 8;
+/// Rows per vector. Columns are padded to a multiple of it.
+const VECTOR: usize = 16;
 
-/// The rows to cluster, the statistics of groups, one after the other.
-struct Rows {
+/// The counts of all rows, token by token. The rows are in descending order of their lengths, so that each column has the counts of
+/// the first rows only.
+struct Columns {
+    /// Index of each row.
+    order: Vec<usize>,
+    /// The columns, one after the other.
     counts: Vec<u32>,
-    /// Number of tokens of each row.
-    tokens: usize,
-    /// Number of tokens up to the last one that occurs, by row, rounded up to vectors.
-    used: Vec<usize>,
+    /// Number of rows in each column.
+    lengths: Vec<usize>,
 }
 
-impl Rows {
-    fn new<'a>(rows: impl Iterator<Item = &'a Row> + Clone) -> Self {
-        let tokens = rows.clone().map(|row| row.counts.len()).max().unwrap_or(0).next_multiple_of(VECTOR);
-        let padded =
-            rows.clone().flat_map(|row| row.counts.iter().copied().chain(std::iter::repeat_n(0, tokens - row.counts.len())));
-        let counts = padded.collect();
-        let last = |row: &Row| row.counts.iter().rposition(|&n| n != 0).map_or(0, |last| last + 1);
-        Self { counts, tokens, used: rows.map(|row| last(row).next_multiple_of(VECTOR)).collect() }
+impl Columns {
+    fn new(rows: &[Row]) -> Self {
+        let used = |row: &Row| row.counts.iter().rposition(|&n| n != 0).map_or(0, |last| last + 1);
+        let used: Vec<usize> = rows.iter().map(used).collect();
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_by_key(|&i| std::cmp::Reverse(used[i]));
+        let (mut counts, mut lengths) = (Vec::new(), Vec::new());
+        for token in 0..order.first().map_or(0, |&i| used[i]) {
+            let length = order.partition_point(|&i| used[i] > token).next_multiple_of(VECTOR);
+            let count = |place: usize| order.get(place).and_then(|&i| rows[i].counts.get(token)).copied().unwrap_or(0);
+            counts.extend((0..length).map(count));
+            lengths.push(length);
+        }
+        Self { order, counts, lengths }
     }
 
-    fn iter(&self) -> impl ExactSizeIterator<Item = &[u32]> {
-        self.counts.chunks_exact(self.tokens).zip(&self.used).map(|(row, &used)| &row[..used])
+    /// Returns the number of rows with padding.
+    fn rows(&self) -> usize {
+        self.order.len().next_multiple_of(VECTOR)
     }
 
-    /// Returns the cost of each row in a class whose tokens have these costs.
-    fn costs(&self, tokens: &[u32]) -> Vec<u64> {
-        let mut costs = vec![0; self.used.len()];
+    /// Returns the cost of each row, in their order here, in a class with these counts.
+    fn costs(&self, counts: impl Iterator<Item = u32> + Clone) -> Vec<u64> {
+        let tokens = token_costs(counts, self.lengths.len());
+        let mut costs = vec![0; self.rows()];
         vectorized(
             #[inline(always)]
             || {
-                for (i, cost) in costs.iter_mut().enumerate() {
-                    let row = &self.counts[i * self.tokens..][..self.used[i]];
-                    let mut sums = [0; VECTOR];
-                    for (counts, costs) in row.as_chunks::<VECTOR>().0.iter().zip(tokens.as_chunks::<VECTOR>().0) {
-                        for k in 0..VECTOR {
-                            sums[k] += u64::from(counts[k]) * u64::from(costs[k]);
-                        }
+                let mut rest = &self.counts[..];
+                for (&length, &token) in self.lengths.iter().zip(&tokens) {
+                    let (column, after) = rest.split_at(length);
+                    for (cost, &count) in costs.iter_mut().zip(column) {
+                        *cost += u64::from(count) * u64::from(token);
                     }
-                    *cost = sums.iter().sum();
+                    rest = after;
                 }
             },
         );
@@ -218,117 +221,146 @@ impl Rows {
     }
 }
 
-/// A class of rows.
+/// A class of rows. Clones share its contents until they change.
 #[derive(Clone)]
 struct Class {
-    /// Sum of its rows, when they were last summed up. Empty if it had none.
-    sum: Row,
-    /// Cost of each row in this class. `None` until it is computed for the sum.
-    costs: Option<Arc<Vec<u64>>>,
-    /// Whether rows have joined or left the class since they were summed up.
-    is_changed: bool,
+    /// Number of lanes by token, of the rows that were in the class when it was last summed up.
+    sum: Rc<Vec<u64>>,
+    /// Number of these rows.
+    rows: usize,
+    /// Number of tokens that occur in these rows.
+    entries: u64,
+    /// Cost of each row in this class.
+    costs: Rc<Vec<u64>>,
 }
 
 impl Class {
-    fn new(sum: Row) -> Self {
-        Self { sum, costs: None, is_changed: true }
+    /// Returns a class without rows. Until it is summed up, rows cost what they cost in a class with these counts.
+    fn new(columns: &Columns, counts: &[u32]) -> Self {
+        let costs = Rc::new(columns.costs(counts.iter().copied()));
+        Self { sum: Rc::new(vec![0; columns.lengths.len()]), rows: 0, entries: 0, costs }
+    }
+
+    /// Returns the number of lanes by token. Counts saturate.
+    fn counts(&self) -> impl Iterator<Item = u32> + Clone {
+        self.sum.iter().map(|&n| n.min(u32::MAX.into()) as u32)
+    }
+
+    /// Computes what depends on the sum.
+    fn update(&mut self, columns: &Columns) {
+        self.entries = self.sum.iter().filter(|&&n| n != 0).count() as u64;
+        self.costs = Rc::new(columns.costs(self.counts()));
     }
 }
 
-/// Assignment of rows to classes.
+/// Assignment of rows to classes. Vectors are in the order of the columns, with padding.
 #[derive(Clone)]
 struct Clusters<'a> {
-    rows: &'a Rows,
-    /// Cost of each row if it had its own class.
+    rows: &'a [Row],
+    columns: &'a Columns,
+    /// Cost of each row if it had its own class, in the order of `rows`.
     own: &'a [u64],
     /// Class of each row.
     class: Vec<u64>,
+    /// Class of each row when the classes were last summed up.
+    summed: Vec<u64>,
     /// Cost of each row in its class, without extra bits.
     cost: Vec<u64>,
     classes: Vec<Class>,
 }
 
+/// Marks a row that is in no class yet.
+const NO_CLASS: u64 = u64::MAX;
+
 impl<'a> Clusters<'a> {
-    fn new(rows: &'a Rows, own: &'a [u64]) -> Self {
-        let mut clusters =
-            Self { rows, own, class: vec![0; own.len()], cost: vec![0; own.len()], classes: vec![Class::new(Row::default())] };
+    fn new(rows: &'a [Row], columns: &'a Columns, own: &'a [u64]) -> Self {
+        let of = |value| vec![value; columns.rows()];
+        let classes = vec![Class::new(columns, &[])];
+        let mut clusters = Self { rows, columns, own, class: of(0), summed: of(NO_CLASS), cost: of(0), classes };
         clusters.sum_up();
         clusters.assign();
         clusters
     }
 
-    /// Sums up the rows of the classes that have changed.
+    /// Moves rows from sum to sum, as they have moved from class to class.
     fn sum_up(&mut self) {
-        for (number, class) in (0..).zip(&mut self.classes).filter(|(_, class)| class.is_changed) {
-            let mut sum = Row::default();
-            let rows = self.rows.iter().zip(&self.class).filter(|(_, of)| **of == number);
-            vectorized(
-                #[inline(always)]
-                || rows.for_each(|(row, _)| sum.add(row)),
-            );
-            *class = Class { is_changed: false, ..Class::new(sum) };
+        let Self { rows, columns, class, summed, classes, .. } = self;
+        // The costs of a class without rows are not those of its sum.
+        let mut is_changed: Vec<bool> = classes.iter().map(|class| class.rows == 0).collect();
+        let moves = columns.order.iter().zip(summed).zip(class).filter(|((_, before), after)| before != after);
+        vectorized(
+            #[inline(always)]
+            || {
+                for ((&row, before), &mut after) in moves {
+                    let counts = &rows[row].counts;
+                    if let Some(class) = classes.get_mut(*before as usize) {
+                        Rc::make_mut(&mut class.sum).iter_mut().zip(counts).for_each(|(sum, &n)| *sum -= u64::from(n));
+                        class.rows -= 1;
+                        is_changed[*before as usize] = true;
+                    }
+                    let class = &mut classes[after as usize];
+                    Rc::make_mut(&mut class.sum).iter_mut().zip(counts).for_each(|(sum, &n)| *sum += u64::from(n));
+                    class.rows += 1;
+                    is_changed[after as usize] = true;
+                    *before = after;
+                }
+            },
+        );
+        for (class, _) in self.classes.iter_mut().zip(is_changed).filter(|(_, is_changed)| *is_changed) {
+            class.update(self.columns);
         }
     }
 
     /// Moves each row to the class in which it costs least, the first one if there are several.
     fn assign(&mut self) {
-        let mut best = (vec![0u64; self.class.len()], vec![u64::MAX; self.class.len()]);
-        let rows = self.rows;
-        self.classes.par_iter_mut().filter(|class| class.costs.is_none()).for_each(|class| {
-            class.costs = Some(Arc::new(rows.costs(&token_costs(&class.sum, rows.tokens))));
-        });
+        self.class.fill(0);
+        self.cost.fill(u64::MAX);
         for (number, class) in (0..).zip(&self.classes) {
-            let Some(costs) = &class.costs else { continue };
-            let rows = best.0.iter_mut().zip(&mut best.1).zip(costs.iter());
+            let rows = self.class.iter_mut().zip(&mut self.cost).zip(class.costs.iter());
             vectorized(
                 #[inline(always)]
                 || {
-                    rows.for_each(|((best_class, best_cost), &cost)| {
-                        *best_class = if cost < *best_cost { number } else { *best_class };
-                        *best_cost = cost.min(*best_cost);
+                    rows.for_each(|((best, least), &cost)| {
+                        *best = if cost < *least { number } else { *best };
+                        *least = cost.min(*least);
                     })
                 },
             );
         }
-        for (&before, &after) in self.class.iter().zip(&best.0).filter(|(before, after)| before != after) {
-            (self.classes[before as usize].is_changed, self.classes[after as usize].is_changed) = (true, true);
-        }
-        (self.class, self.cost) = best;
     }
 
     fn total(&self) -> u64 {
-        let entries = self.classes.iter().map(|class| class.sum.counts.iter().filter(|&&n| n != 0).count() as u64);
-        self.cost.iter().sum::<u64>() + entries.sum::<u64>() * ENTRY_COST
+        let entries: u64 = self.classes.iter().map(|class| class.entries).sum();
+        self.cost.iter().sum::<u64>() + entries * ENTRY_COST
     }
 
     /// Splits the class with the largest excess cost among those whose split saves bits. The new class starts with the row that
     /// has the largest excess cost. Returns false if no split saves bits; the assignment is then unchanged.
     fn split(&mut self) -> bool {
         let mut excess = vec![Excess::default(); self.classes.len()];
-        for (i, ((&own, &cost), &class)) in self.own.iter().zip(&self.cost).zip(&self.class).enumerate() {
-            let (cost, excess) = (cost.saturating_sub(own), &mut excess[class as usize]);
+        for ((&row, &class), &cost) in self.columns.order.iter().zip(&self.class).zip(&self.cost) {
+            let (cost, excess) = (cost.saturating_sub(self.own[row]), &mut excess[class as usize]);
             excess.total += cost;
-            if cost >= excess.largest {
-                (excess.largest, excess.row) = (cost, i);
+            if (cost, row) >= (excess.largest, excess.row) {
+                (excess.largest, excess.row) = (cost, row);
             }
         }
         excess.sort_unstable_by(|a, b| b.cmp(a));
-        excess.retain(|excess| excess.total > 0);
-        let split = excess.par_iter().find_map_first(|excess| self.split_at(excess.row));
+        let total = self.total();
+        let split = excess.iter().filter(|excess| excess.total > 0).find_map(|excess| self.split_at(excess.row, total));
         split.map(|split| *self = split).is_some()
     }
 
-    /// Returns the assignment with one more class, which starts with row `seed`; `None` if that does not save bits.
-    fn split_at(&self, seed: usize) -> Option<Self> {
+    /// Returns the assignment with one more class, which starts with row `seed`; `None` unless that costs less than `total`.
+    fn split_at(&self, seed: usize, total: u64) -> Option<Self> {
         let mut split = self.clone();
-        let start = self.rows.iter().nth(seed).map(|row| Row { counts: row.to_vec() }).unwrap_or_default();
-        split.classes.push(Class::new(start));
+        split.classes.push(Class::new(self.columns, &self.rows[seed].counts));
         for _ in 0..ROUNDS {
             split.assign();
             split.sum_up();
         }
         split.assign();
-        let pays = split.classes.iter().all(|class| !class.sum.counts.is_empty()) && split.total() < self.total();
+        let pays = split.classes.iter().all(|class| class.rows > 0) && split.total() < total;
         pays.then_some(split)
     }
 }
@@ -340,13 +372,14 @@ fn own_cost(row: &Row) -> u64 {
 }
 
 /// Returns the cost of each token in a class with these counts. 1/32 is added to each count, so that every cost is finite.
-fn token_costs(sum: &Row, tokens: usize) -> Vec<u32> {
+fn token_costs(counts: impl Iterator<Item = u32> + Clone, tokens: usize) -> Vec<u32> {
     const PART: u64 = 32;
-    let total = log2(PART * sum.lanes() + super::tables::MAX_TOKENS as u64);
-    let cost = |n: u32| total - log2(PART * u64::from(n) + 1);
-    let mut costs = vec![cost(0) as u32; tokens];
-    for (cost_of, &n) in costs.iter_mut().zip(&sum.counts).filter(|(_, n)| **n != 0) {
-        *cost_of = cost(n) as u32;
+    let lanes: u64 = counts.clone().map(u64::from).sum();
+    let total = log2(PART * lanes + super::tables::MAX_TOKENS as u64);
+    let cost = |n: u32| (total - log2(PART * u64::from(n) + 1)) as u32;
+    let mut costs = vec![total as u32; tokens]; // log2(1) is 0
+    for (cost_of, n) in costs.iter_mut().zip(counts).filter(|(_, n)| *n != 0) {
+        *cost_of = cost(n);
     }
     costs
 }
@@ -416,7 +449,7 @@ mod tests {
             sums
         }
         fn assign(rows: &[Vec<u32>], sums: &[Row]) -> (Vec<usize>, Vec<u64>) {
-            let costs: Vec<_> = sums.iter().map(|sum| token_costs(sum, 180)).collect();
+            let costs: Vec<_> = sums.iter().map(|sum| token_costs(sum.counts.iter().copied(), 180)).collect();
             let cost = |row: &Vec<u32>, class: usize| {
                 row.iter().zip(&costs[class]).map(|(&n, &c)| u64::from(n) * u64::from(c)).sum::<u64>()
             };
