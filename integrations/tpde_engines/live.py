@@ -113,7 +113,7 @@ class Follower:
         return torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def commit(self, version: int | None = None, timeout: float = 600.0) -> list[tpde.sync.Sync]:
-        """Waits until a version has been received and checked, and applies it. Call it in a pause of the engine.
+        """Waits until a version has been received and checked, and applies it. Call it in a pause of the engine. The thread then answers.
 
         Args:
             version: The version that the parameters must have in the end; ``None`` for the next one.
@@ -135,7 +135,7 @@ class Follower:
                 try:
                     if error is not None:
                         raise error
-                    done += self.subscriber.commit()
+                    done += self.subscriber.commit(answer=False)
                 finally:
                     self._staged = None
                     self._changed.notify_all()

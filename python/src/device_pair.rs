@@ -155,14 +155,23 @@ impl DevicePair {
     }
 
     /// Plans how tensors, or slices of tensors, are rebuilt from `base`, or changed in place. Lists of changes take at most
-    /// `scratch_most` bytes.
-    fn plan_all(&self, py: Python<'_>, tensors: Tensors, base: Tensors, mode: &str, scratch_most: u64) -> PyResult<PlanOfAll> {
+    /// `scratch_most` bytes. `digests` is whether the digests of targets are compared.
+    #[pyo3(signature = (tensors, base, mode, *, scratch_most, digests))]
+    fn plan_all(
+        &self,
+        py: Python<'_>,
+        tensors: Tensors,
+        base: Tensors,
+        mode: &str,
+        scratch_most: u64,
+        digests: bool,
+    ) -> PyResult<PlanOfAll> {
         let is_whole = matches!(tensors, Tensors::Whole(_));
         let (tensors, base) = (tensors.unowned(py), base.unowned(py));
         let plan = || {
             let (pair, index) = (self.pair.clone(), self.index.clone());
             let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base };
-            let plan = ApplyPlan::new(&self.index, &bound.bindings()?, bound.mode, self.stored())?;
+            let plan = ApplyPlan::new(&self.index, &bound.bindings()?, bound.mode, self.stored())?.digests(digests);
             Ok((plan.max_scratch_bytes(scratch_most), bound))
         };
         let (planned, bound) = py.detach(plan).map_err(|e| errors::to_python(py, &e))?;
@@ -373,8 +382,10 @@ impl Ready {
     }
 
     /// Runs the application on a stream and waits for its outcome. Returns whether tensors were changed (false if they already were
-    /// the target), and the seconds until all work was queued. The caller must hold the memory of all tensors.
-    fn run(&self, py: Python<'_>, stream: usize, progress: Option<Py<PyAny>>) -> PyResult<(bool, f64)> {
+    /// the target), and the seconds until all work was queued. The caller must hold the memory of all tensors. Unless it `commits`,
+    /// it stops before the first write: everything was to be checked first.
+    #[pyo3(signature = (stream, progress, *, commits))]
+    fn run(&self, py: Python<'_>, stream: usize, progress: Option<Py<PyAny>>, commits: bool) -> PyResult<(bool, f64)> {
         let begin = Instant::now();
         let work = self.work(py)?;
         let (application, bound) = &*work;
@@ -382,9 +393,10 @@ impl Ready {
         // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
         let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
         // Reading and expanding payloads needs the threads of the pool. Queueing alone needs only this thread.
+        let queue = || if commits { application.launch(&stream) } else { application.check(&stream) };
         let pending = match application.reads_on_host() {
-            true => run(py, None, 0, |_| application.launch(&stream))?,
-            false => py.detach(|| application.launch(&stream)).map_err(|e| errors::to_python(py, &e))?,
+            true => run(py, None, 0, |_| queue())?,
+            false => py.detach(queue).map_err(|e| errors::to_python(py, &e))?,
         };
         let queued = begin.elapsed().as_secs_f64();
         let raised = wait(py, &pending, total, progress.as_ref());

@@ -31,7 +31,8 @@ class Planned:
             self.base = [(*memory[:3], address, *memory[4:]) for memory, address in zip(self.base, base)]
         return self.of.can_move
 
-    def run(self, stream: int, tell: object) -> tuple[bool, float]:
+    def run(self, stream: int, tell: object, *, commits: bool) -> tuple[bool, float]:
+        assert commits
         self.of.runs += 1
         if self.mode == "out_of_place":
             self.of._pair.read(self.tensors, base=self.base, digests=False, progress=None)
@@ -63,7 +64,8 @@ class FakePair(tpde.torch.DevicePair):
     def memory(self, bytes: int, what: str) -> torch.Tensor:
         return torch.zeros(bytes, dtype=torch.uint8)
 
-    def plan_all(self, tensors: list[tuple], base: list[tuple], mode: str, scratch: int) -> Planned:
+    def plan_all(self, tensors: list[tuple], base: list[tuple], mode: str, *, scratch_most: int, digests: bool) -> Planned:
+        assert scratch_most and digests
         self.plans += 1
         return Planned(self, tensors, base, mode)
 

@@ -53,6 +53,8 @@ POSITIONAL = {
     tpde.slices.cut: ["tensors", "rectangles"],
     tpde.slices.apply_: ["weights", "pair"],
     tpde.slices.check: ["weights", "pair"],
+    tpde.slices.prepare: ["weights", "pair"],
+    tpde.slices.Prepared: ["weights", "pair"],
     tpde.store.init: ["location"],
     tpde.store.Store: ["location"],
     tpde.store.Store.put: ["self", "checkpoint"],

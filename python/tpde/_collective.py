@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ._errors import Disconnected, InvalidArgument
+from ._errors import BadCheckpoint, Disconnected, InvalidArgument
 
 
 class Collective(Protocol):
@@ -84,18 +85,27 @@ class Messages:
         self._collective = collective
         self._lost: str | None = None
 
-    def broadcast(self, message: bytes | None = None) -> bytes:
-        """Rank 0 passes a message, which all ranks get."""
+    def broadcast(self, *parts: bytes | Path) -> memoryview:
+        """Rank 0 passes a message in parts, bytes or contents of files, which all ranks get. The others pass nothing."""
         with self._use():
-            length = self._integers([0 if message is None else len(message)])
+            sizes = [len(part) if isinstance(part, bytes) else part.stat().st_size for part in parts]
+            length = self._integers([sum(sizes)])
             self._collective.broadcast(length)
             size = int(length.cpu().view(torch.int64)[0])
-            buffer = (
-                torch.empty(size, dtype=torch.uint8, device=self._collective.device) if message is None else self._bytes(message)
-            )
+            device = self._collective.device
+            # A copy between a device and memory that is not pinned is slower, and waits for the stream.
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            message: memoryview = buffer.numpy().data
+            at = 0
+            for part, length_of_part in zip(parts, sizes):
+                _fill(message[at : at + length_of_part], part)
+                at += length_of_part
             if size:
-                self._collective.broadcast(buffer)
-            return message if message is not None else buffer.cpu().numpy().tobytes()
+                sent = buffer.to(device, non_blocking=True)
+                self._collective.broadcast(sent)
+                if not parts and sent is not buffer:
+                    buffer.copy_(sent)
+            return message
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks."""
@@ -123,6 +133,20 @@ class Messages:
         if self._lost is not None:
             raise Disconnected(f"the channel is disconnected: {self._lost}", reason=self._lost)
         return _Use(self)
+
+
+def _fill(to: memoryview, part: bytes | Path) -> None:
+    """Copies bytes, or what a file has."""
+    if isinstance(part, bytes):
+        to[:] = part
+        return
+    with open(part, "rb", buffering=0) as file:
+        done = 0
+        while done < len(to):
+            read = file.readinto(to[done:])
+            if not read:
+                raise BadCheckpoint(f"{part} ends after {done} bytes: expected {len(to)}", path=part, reason="it was cut")
+            done += read
 
 
 class _Use:

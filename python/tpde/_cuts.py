@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, product
 from typing import Any
 
@@ -11,6 +12,8 @@ from ._slices import Slice
 
 #: Rectangles of tensors, by name: first index and index behind the last one, per dim.
 Rectangles = Mapping[str, Iterable[tuple[slice, ...]]]
+#: The elements of a bucket: a rectangle of each of its tensors.
+Bucket = Mapping[str, tuple[slice, ...]]
 
 
 def cut(tensors: Mapping[str, Any], rectangles: Iterable[Rectangles]) -> list[Slice]:
@@ -55,3 +58,43 @@ def _tiles(shape: tuple[int, ...], bounds: list[list[int]]) -> list[Any]:
     last_cut = max((dim for dim in range(1, len(shape) - 1) if len(bounds[dim]) > 2), default=0)
     cells = product(*(pairwise(range(shape[dim] + 1) if dim < last_cut else one) for dim, one in enumerate(bounds)))
     return [tuple(slice(start, stop) for start, stop in cell) for cell in cells]
+
+
+def buckets(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[Bucket]:
+    """Divides tensors into buckets of at most this many elements. A larger tensor is cut between rows of its first dim, and a row is not
+    cut."""
+    bucket: dict[str, tuple[slice, ...]] = {}
+    used = 0
+    for name, shape in shapes.items():
+        row = math.prod(shape[1:])
+        rows = shape[0] if shape and row * shape[0] > most else 0
+        step = max(1, most // max(row, 1))
+        pieces = [(slice(at, min(at + step, rows)), *whole_of(shape[1:])) for at in range(0, rows, step)] or [whole_of(shape)]
+        for piece in pieces:
+            if bucket and used + volume(piece) > most:
+                yield bucket
+                bucket, used = {}, 0
+            bucket[name] = piece
+            used += volume(piece)
+    if bucket:
+        yield bucket
+
+
+def whole_of(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index of all elements."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def volume(index: tuple[slice, ...]) -> int:
+    """Number of elements of a rectangle."""
+    return math.prod(one.stop - one.start for one in index)
+
+
+def is_within(index: Any, held: tuple[slice, ...]) -> bool:
+    """Whether a rectangle, or ``...`` for all elements, is part of another one."""
+    return index is ... or all(own.start <= one.start and one.stop <= own.stop for one, own in zip(index, held))
+
+
+def within(index: Any, held: tuple[slice, ...]) -> Any:
+    """The index of a rectangle's elements in another one, of which it is a part."""
+    return index if index is ... else tuple(slice(one.start - own.start, one.stop - own.start) for one, own in zip(index, held))

@@ -152,15 +152,15 @@ def _same(snapshot: StateSnapshot | None, tensors: Mapping[str, Any] | None) -> 
     return snapshot is None if tensors is None else snapshot is not None and snapshot.same(tensors)
 
 
-class _Application:
+class Application:
     """A prepared application of a pair to tensors or slices. It can be run again for the same ones."""
 
-    def __init__(self, pair: DevicePair, tensors: _Memories, base: _Memories, mode: str) -> None:
+    def __init__(self, pair: DevicePair, tensors: _Memories, base: _Memories, mode: str, *, digests: bool = True) -> None:
         self.mode = mode
         self.described = (_described(tensors), _described(base))
         device = pair._device
         scratch = _SCRATCH if pair._index.numel() <= 1 << 20 else _SCRATCH_BESIDE_LARGE
-        plan = pair._raw.plan_all(tensors, base, mode, scratch)
+        plan = pair._raw.plan_all(tensors, base, mode, scratch_most=scratch, digests=digests)
         self.memory = device.memory(plan.bytes(), "applying a pair")
         self.raw = plan.prepare(_address_and_bytes(self.memory))
         #: Handles of the streams with which its memory is recorded.
@@ -175,8 +175,11 @@ class _Application:
         #: Name, dims and dtype of the tensors to allocate for results; ``None`` if it writes to the caller's tensors.
         self.results: list[tuple[str, list[int], torch.dtype]] | None = None
 
-    def run(self, pair: DevicePair, progress: Progress) -> bool:
-        """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair of this application."""
+    def run(self, pair: DevicePair, progress: Progress, *, commits: bool = True) -> bool:
+        """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair of this application.
+
+        Unless it ``commits``, it checks all and writes nothing; the mode is then ``"all_checked"``.
+        """
         device = pair._device
         stream = device.stream()
         handle = stream.cuda_stream
@@ -187,7 +190,7 @@ class _Application:
                     used.record_stream(stream)
         with progress_callback(progress, "apply") as callback:
             begin = time.perf_counter()
-            applied, queued = self.raw.run(handle, callback)
+            applied, queued = self.raw.run(handle, callback, commits=commits)
             device.queued = begin + queued
         return applied
 
@@ -227,10 +230,10 @@ class DevicePair:
         self._open(pair, open_pair(pair, expect=expect), device, payloads, progress)
 
     @classmethod
-    def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any) -> DevicePair:
+    def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads = "file") -> DevicePair:
         """A `DevicePair` for a single call, from an open pair."""
         opened = cls.__new__(cls)
-        opened._open(path, pair, device, "file", None)
+        opened._open(path, pair, device, payloads, None)
         return opened
 
     def _open(self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress) -> None:
@@ -242,7 +245,7 @@ class DevicePair:
         self._blob = None
         self._listed: list[Entry] | None = None
         #: The last application. Removed from the dict while in use: dict operations are atomic, so two threads cannot both take it.
-        self._kept: dict[str, _Application] = {}
+        self._kept: dict[str, Application] = {}
         if payloads == "device":
             self._blob = self._device.memory(self._pair.blob_bytes(), "the payloads of a pair")
         with progress_callback(progress, "read") as callback:
@@ -270,7 +273,7 @@ class DevicePair:
             self._listed = list(map(Entry._make, self._pair.tensors()))
         return self._listed
 
-    def _apply(self, tensors: _Memories, base: _Memories, mode: str, progress: Progress) -> tuple[bool, _Application]:
+    def _apply(self, tensors: _Memories, base: _Memories, mode: str, progress: Progress) -> tuple[bool, Application]:
         """Changes tensors or slices on the device, or rebuilds them from ``base``, and waits. Returns whether tensors were changed, and the
         application that ran."""
         self._device.refuse_capture("applying a pair")
@@ -280,10 +283,10 @@ class DevicePair:
             if not is_alike or not application.raw.move_to(_addresses(tensors), _addresses(base)):
                 application = None
         if application is None:
-            application = _Application(self, tensors, base, mode)
+            application = Application(self, tensors, base, mode)
         return application.run(self, progress), application
 
-    def _rebuild(self, outputs: _Memories, base: _Memories, progress: Progress) -> _Application:
+    def _rebuild(self, outputs: _Memories, base: _Memories, progress: Progress) -> Application:
         """Rebuilds tensors or slices from ``base``. Returns the application that ran."""
         applied, application = self._apply(outputs, base, "out_of_place", progress)
         if not applied:
@@ -292,7 +295,7 @@ class DevicePair:
 
     def _remember(
         self,
-        application: _Application,
+        application: Application,
         target: Mapping[str, Any] | None,
         base: Mapping[str, Any] | None,
         *,
@@ -308,7 +311,7 @@ class DevicePair:
 
     def _take_kept(
         self, target: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, *, strict: bool
-    ) -> _Application | None:
+    ) -> Application | None:
         """Takes the kept application if it is for these tensors."""
         application = self._kept.pop("", None)
         if application is None:

@@ -140,13 +140,13 @@ class Group(Folder):
         for one in queued:
             one.result()
 
-    def _send(self, kind: str, data: bytes = b"", **values: Any) -> None:
+    def _send(self, kind: str, *data: Path, **values: Any) -> None:
         header = json.dumps({"kind": kind, **values}).encode()
-        self._messages.broadcast(b"".join([len(header).to_bytes(8, "little"), header, data]))
+        self._messages.broadcast(len(header).to_bytes(8, "little"), header, *data)
 
     def _send_pair(self, name: str, *, is_new: bool) -> None:
-        index, blob = (path.read_bytes() for path in self._files(name))
-        self._send("pair", index + blob, name=name, index=len(index), is_new=is_new)
+        index, blob = self._files(name)
+        self._send("pair", index, blob, name=name, index=index.stat().st_size, is_new=is_new)
 
     def _send_commit(self, records: list[tuple[int, dict[str, Any]]]) -> None:
         def work() -> None:
@@ -212,7 +212,7 @@ class Group(Folder):
         while True:
             message = self._messages.broadcast()
             at = 8 + int.from_bytes(message[:8], "little")
-            header = json.loads(message[8:at])
+            header = json.loads(bytes(message[8:at]))
             kind = header["kind"]
             if kind == "gather":
                 self._send_outbox()
@@ -252,7 +252,7 @@ class Group(Folder):
         outbox, self._outbox = self._outbox, []
         self._messages.gather(json.dumps(outbox).encode())
 
-    def _store(self, name: str, *parts: bytes) -> None:
+    def _store(self, name: str, *parts: memoryview) -> None:
         for path, data in zip(self._files(name), parts):
             path.write_bytes(data)
 

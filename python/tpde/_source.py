@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 
 from ._collective import Messages
-from ._cuts import Rectangles, grid
+from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
 from ._errors import InvalidArgument
 from ._index import rectangle
 from ._slices import Slice
@@ -126,7 +126,7 @@ class Source:
         """The first rank passes a plan, which all ranks get."""
         if self._messages is None:
             return plan
-        return json.loads(self._messages.broadcast(json.dumps(plan).encode() if self.is_first else None))
+        return json.loads(bytes(self._messages.broadcast(*[json.dumps(plan).encode()] if self.is_first else [])))
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks."""
@@ -142,16 +142,18 @@ class Snapshot:
         self._held, self._cuts = held, cuts
         self.bytes = {name: sum(one.numel() * one.element_size() for _, one in parts) for name, parts in held.items()}
 
-    def slices(self, names: Iterable[str], rectangles: Iterable[Rectangles]) -> list[Slice]:
-        """The elements of some tensors, cut where receivers and ranks of the trainer hold them."""
-        wanted = {name: self.shapes[name] for name in names}
-        cuts = [{name: one[name] for name in wanted if name in one} for one in [*rectangles, *self._cuts]]
+    def slices(self, bucket: Bucket, rectangles: Iterable[Rectangles]) -> list[Slice]:
+        """The elements of a bucket, cut where receivers and ranks of the trainer hold them."""
+        wanted = {name: self.shapes[name] for name in bucket}
+        rows = {name: one for name, one in bucket.items() if one != whole_of(wanted[name])}
+        every = [*rectangles, *self._cuts, {name: [one] for name, one in rows.items()}]
+        cuts = [{name: one[name] for name in wanted if name in one} for one in every]
         return [
-            Slice(name, index, tensor[_within(index, origin)], self.shapes[name])
+            Slice(name, index, tensor[within(index, origin)], self.shapes[name])
             for name, indices in grid(wanted, cuts).items()
             for origin, tensor in self._held.get(name, ())
             for index in indices
-            if _is_within(index, origin)
+            if is_within(index, origin) and (name not in rows or is_within(index, rows[name]))
         ]
 
     def of(self, slices: Iterable[Slice]) -> list[Slice]:
@@ -159,26 +161,13 @@ class Snapshot:
         found = []
         for one in slices:
             for origin, tensor in self._held.get(one.name, ()):
-                if _is_within(one.index, origin):
-                    found.append(Slice(one.name, one.index, tensor[_within(one.index, origin)], self.shapes[one.name]))
+                if is_within(one.index, origin):
+                    found.append(Slice(one.name, one.index, tensor[within(one.index, origin)], self.shapes[one.name]))
         return found
-
-
-def whole_of(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index of all elements."""
-    return tuple(slice(0, size) for size in shape)
 
 
 def _index(origin: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(origin, extent))
-
-
-def _is_within(index: Any, held: tuple[slice, ...]) -> bool:
-    return index is ... or all(own.start <= one.start and one.stop <= own.stop for one, own in zip(index, held))
-
-
-def _within(index: Any, held: tuple[slice, ...]) -> Any:
-    return index if index is ... else tuple(slice(one.start - own.start, one.stop - own.start) for one, own in zip(index, held))
 
 
 def _slices_of(state: State) -> Iterable[Slice]:

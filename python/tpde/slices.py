@@ -23,23 +23,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _errors, _map
-from ._cuts import Rectangles, cut
+from ._cuts import Rectangles, cut, is_within, volume, within
 from ._dtypes import byte_shape, is_packed
 from ._kept import Kept, keep
 from ._map import Elements, Piece, module_of
-from ._paths import Digest, StrPath, inspect
+from ._paths import Digest, Inspection, StrPath, inspect
+from ._prepared import PreparedSlices
 from ._progress import Progress
 from ._recorder import Refusal
 from ._recorder import record as _record
 from ._slices import Slice, device_of_slices
 from ._state import Outcome
 from ._torch_memory import dtype_of
-from .torch import apply_slices_
+from .torch import _raise_versions_of_slices, apply_slices_
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Elements", "Kept", "Map", "Piece", "Refusal", "Report", "apply_", "check", "cut", "record"]
+__all__ = ["Elements", "Kept", "Map", "Piece", "Prepared", "Refusal", "Report", "apply_", "check", "cut", "prepare", "record"]
 
 State = Mapping[str, torch.Tensor]
 #: A function that loads weights, as engines have it.
@@ -160,6 +161,12 @@ class Map:
         """
         return keep(self, base, modules, pinned=pinned)
 
+    def _addresses(self, without: Container[str] = ()) -> list[Any]:
+        """Where parameters are, to notice those that were moved."""
+        live = _map.parameters_of(self._owner)
+        held = [(name, live.get(name)) for name in self._layouts if module_of(name) not in without]
+        return [(name, one.data_ptr(), _map.Layout.of(one)) if one is not None else name for name, one in held]
+
     def _live(self, without: Container[str] = ()) -> dict[str, torch.Tensor]:
         live = _map.parameters_of(self._owner)
         for name, layout in self._layouts.items():
@@ -261,68 +268,183 @@ def apply_(
         Poisoned: ``reload`` failed. All other weights are the target's. :meth:`Kept.reload` repeats the loading.
         InvalidArgument, and others: As for :func:`tpde.torch.apply_slices_`. Nothing was written then.
     """
-    second = kept.modules if kept is not None else []
-    weights_refused = [one for one in weights.refusals if one.parameter and module_of(one.parameter) not in second]
-    if weights_refused:
-        raise _errors.NotRecorded(
-            f"{weights_refused[0]}. Map.keep keeps the base of its module",
-            operation=weights_refused[0].operation,
-            parameter=weights_refused[0].parameter,
-            where=weights_refused[0].where,
-        )
-    if kept is not None and reload is None:
-        raise _errors.InvalidArgument("kept modules need the engine's loader: expected reload")
-    slices, of_kept = weights.slices(without=second), kept.slices if kept is not None else []
-    if not strict:
-        names = {one.name for one in inspect(pair, expect=expect).tensors}
-        slices, of_kept = ([one for one in some if one.name in names] for some in (slices, of_kept))
-    first, copies = _map.without_copies(slices)
-    has_base = {one.name for one in inspect(pair, expect=expect).tensors if one.base_kind != "none"} if copies else set()
-    for one, other in copies:
-        if one.name in has_base and not _map.same_bits(one.tensor, other.tensor):
-            raise _errors.WrongBase(
-                f"tensor {one.name!r} is loaded to two places, which differ",
-                tensor=one.name,
-                expected="equal copies",
-                found="others",
+    return Prepared(weights, pair, kept=kept, reload=reload, strict=strict, expect=expect).apply(progress=progress)
+
+
+def prepare(
+    weights: Map,
+    pair: StrPath,
+    *,
+    kept: Kept | None = None,
+    reload: Loader | None = None,
+    expect: Digest | None = None,
+    digests: bool = True,
+) -> Prepared:
+    """Make a pair ready for live weights: :func:`apply_` in two steps, of which the second one, :meth:`Prepared.apply`, is short.
+
+    The pair is opened, its payloads are read to pinned memory, and the launch is planned. Parameters are not read. Device memory: the
+    payloads, and at most 256 MiB.
+
+    Args:
+        weights, pair, kept, reload, expect: As for :func:`apply_`.
+        digests: Whether a device compares the digests of targets, if :func:`check` has not done so. CRC, sums and the digests of
+            payloads are compared in any case.
+
+    Raises:
+        NotRecorded, UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`apply_`.
+    """
+    prepared = Prepared(weights, pair, kept=kept, reload=reload, expect=expect)
+    prepared._prepare(digests=digests)
+    return prepared
+
+
+class Prepared:
+    """A pair that is ready for live weights. :func:`prepare` makes it."""
+
+    def __init__(
+        self,
+        weights: Map,
+        pair: StrPath,
+        *,
+        kept: Kept | None,
+        reload: Loader | None,
+        strict: bool = True,
+        expect: Digest | None,
+    ) -> None:
+        self._weights, self._pair, self._kept, self._reload, self._expect = weights, pair, kept, reload, expect
+        self._second = kept.modules if kept is not None else []
+        refused = [one for one in weights.refusals if one.parameter and module_of(one.parameter) not in self._second]
+        if refused:
+            raise _errors.NotRecorded(
+                f"{refused[0]}. Map.keep keeps the base of its module",
+                operation=refused[0].operation,
+                parameter=refused[0].parameter,
+                where=refused[0].where,
             )
-    try:
-        if _is_mixed(first, of_kept):
-            outcome = _apply_mixed(first, of_kept, pair, expect, progress)
+        if kept is not None and reload is None:
+            raise _errors.InvalidArgument("kept modules need the engine's loader: expected reload")
+        self._strict = strict
+        self._ready: list[PreparedSlices] = []
+        self._digests = True
+        self._bind()
+
+    def _bind(self) -> None:
+        """Finds the memory of all slices."""
+        self._at = self._weights._addresses(self._second)
+        slices, self._of_kept = self._weights.slices(without=self._second), self._kept.slices if self._kept is not None else []
+        if not self._strict:
+            names = {one.name for one in inspect(self._pair, expect=self._expect).tensors}
+            slices, self._of_kept = ([one for one in some if one.name in names] for some in (slices, self._of_kept))
+        self._first, copies = _map.without_copies(slices)
+        tensors = inspect(self._pair, expect=self._expect).tensors if copies else []
+        has_base = {one.name for one in tensors if one.base_kind != "none"}
+        #: Each further slice of a rectangle, and the first one, and whether the pair needs its base.
+        self._copies = [(one, other, one.name in has_base) for one, other in copies]
+
+    def _prepare(self, *, digests: bool) -> None:
+        self._digests = digests
+        how: dict[str, Any] = {"expect": self._expect, "digests": digests, "on_written": _raise_versions_of_slices}
+        if _is_mixed(self._first, self._of_kept):
+            self._ready = [PreparedSlices(some, self._pair, **how) for some in (self._first, self._of_kept)]
         else:
-            outcome = apply_slices_([*first, *of_kept], pair, expect=expect, progress=progress)
-    except _errors.WrongBase as error:
-        raise _explained(error, weights, second, pair, expect) from error
-    if outcome == "applied":
-        for one, other in copies:
-            other.tensor.copy_(one.tensor)
-    reloaded: list[str] = []
-    if kept is not None and reload is not None and (outcome == "applied" or kept.is_pending):
-        kept.is_pending = True
-        reloaded = kept.reload(reload)
-    patched = {one.parameter for one in weights.pieces if module_of(one.parameter) not in second}
-    return Report(outcome, len(patched) if outcome == "applied" else 0, reloaded)
+            self._ready = [PreparedSlices([*self._first, *self._of_kept], self._pair, **how)]
+
+    def apply(self, *, progress: Progress = None) -> Report:
+        """Turn the weights into the target, as :func:`apply_`. If parameters were moved meanwhile, they are looked up again.
+
+        Raises:
+            TpdeError: As for :func:`apply_`.
+        """
+        if self._at != self._weights._addresses(self._second):
+            self._bind()
+            if self._ready:
+                self._prepare(digests=self._digests)
+        for one, other, has_base in self._copies:
+            if has_base and not _map.same_bits(one.tensor, other.tensor):
+                raise _errors.WrongBase(
+                    f"tensor {one.name!r} is loaded to two places, which differ",
+                    tensor=one.name,
+                    expected="equal copies",
+                    found="others",
+                )
+        try:
+            outcome = self._change(progress)
+        except _errors.WrongBase as error:
+            raise _explained(error, self._weights, self._second, self._pair, self._expect) from error
+        if outcome == "applied":
+            for one, other, _ in self._copies:
+                other.tensor.copy_(one.tensor)
+        reloaded: list[str] = []
+        kept, reload = self._kept, self._reload
+        if kept is not None and reload is not None and (outcome == "applied" or kept.is_pending):
+            kept.is_pending = True
+            reloaded = kept.reload(reload)
+        patched = {one.parameter for one in self._weights.pieces if module_of(one.parameter) not in self._second}
+        return Report(outcome, len(patched) if outcome == "applied" else 0, reloaded)
+
+    def _change(self, progress: Progress) -> Outcome:
+        """Changes live parameters, and what is kept. Everything is checked before the first write.
+
+        If live parameters are on a device and what is kept is on the CPU, and a call ends between the two, the next one changes what is
+        left.
+        """
+        how: dict[str, Any] = {"expect": self._expect}
+        if not _is_mixed(self._first, self._of_kept):
+            if self._ready:
+                return self._ready[0].apply(progress)
+            return apply_slices_([*self._first, *self._of_kept], self._pair, progress=progress, **how)
+        files = os.fspath(self._pair)
+        with contextlib.suppress(_errors.AlreadyApplied):
+            _decode_apart(self._of_kept, files, self._expect)
+        if self._ready:
+            outcomes = [self._ready[0].apply(progress), self._ready[1].apply()]
+        else:
+            outcomes = [
+                apply_slices_(self._first, self._pair, progress=progress, **how),
+                apply_slices_(self._of_kept, files, **how),
+            ]
+        return "applied" if "applied" in outcomes else outcomes[0]
 
 
 def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Digest | None = None) -> None:
     """Decode a pair from live base weights, with all checks, and write nothing. Weights that are the target's already pass.
 
-    The pair may have only some tensors of the map. Memory: their slices.
+    The pair may have only some tensors of the map, or only some parts of them. Memory: on a device the payloads and at most 256 MiB; on
+    the CPU the slices.
 
     Args:
         weights, kept, expect: As for :func:`apply_`. The parameters may be read meanwhile.
 
     Raises:
         WrongBase: The weights are not the base.
-        UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`tpde.torch.apply_slices_`.
+        UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument: As for :func:`tpde.torch.apply_slices_`.
     """
-    names = {one.name for one in inspect(pair, expect=expect).tensors}
+    inspection = inspect(pair, expect=expect)
+    names = {one.name for one in inspection.tensors}
     slices = weights._slices(frozenset(kept.modules if kept is not None else ()), names)
     first, _ = _map.without_copies(slices)
     of_kept = [one for one in kept.slices if one.name in names] if kept is not None else []
+    first, of_kept = (_held_by(inspection, some) for some in (first, of_kept))
     for some in (first, of_kept) if _is_mixed(first, of_kept) else ([*first, *of_kept],):
         with contextlib.suppress(_errors.AlreadyApplied):
-            _decode_apart(some, pair, expect)
+            _check(some, pair, expect)
+
+
+def _held_by(pair: Inspection, slices: list[Slice]) -> list[Slice]:
+    """The slices, without elements of which the pair has no part."""
+    parts: dict[str, list[tuple[slice, ...]]] = {}
+    for one in pair.tensors:
+        if one.part is not None:
+            index = tuple(slice(start, start + size) for start, size in zip(one.part["origin"], one.shape))
+            parts.setdefault(one.name, []).append(index)
+    held: list[Slice] = []
+    for each in slices:
+        own = [index for index in parts.get(each.name, ()) if is_within(index, each.index)]
+        if each.name not in parts or sum(map(volume, own)) == volume(each.index):
+            held.append(each)
+        else:
+            held += [replace(each, index=index, tensor=each.tensor[within(index, each.index)]) for index in own]
+    return held
 
 
 def _is_mixed(live: list[Slice], kept: list[Slice]) -> bool:
@@ -330,16 +452,12 @@ def _is_mixed(live: list[Slice], kept: list[Slice]) -> bool:
     return bool(live and kept) and device_of_slices(live) is not None
 
 
-def _apply_mixed(live: list[Slice], kept: list[Slice], pair: Any, expect: Digest | None, progress: Progress) -> Outcome:
-    """Changes live parameters on a device, and what is kept on the CPU. Both are checked before the first write.
-
-    If a call ends between the two, the next one changes what is left.
-    """
-    files = os.fspath(pair)
-    with contextlib.suppress(_errors.AlreadyApplied):
-        _decode_apart(kept, files, expect)
-    outcomes = [apply_slices_(live, pair, expect=expect, progress=progress), apply_slices_(kept, files, expect=expect)]
-    return "applied" if "applied" in outcomes else outcomes[0]
+def _check(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
+    """Checks slices, and writes nothing."""
+    if device_of_slices(slices) is None:
+        _decode_apart(slices, pair, expect)
+    else:
+        PreparedSlices(slices, pair, expect=expect, digests=True, on_written=_raise_versions_of_slices).check()
 
 
 def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
@@ -362,7 +480,7 @@ def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair:
     for module, slices in by_module.items():
         first, _ = _map.without_copies(slices)
         try:
-            _decode_apart(first, pair, expect)
+            _check(first, pair, expect)
             held += 1
         except (_errors.WrongBase, _errors.AlreadyApplied):
             failed.append(module)

@@ -37,13 +37,14 @@ import torch
 
 from . import _errors
 from ._collective import Collective, Communicator, TorchGroup
+from ._cuts import Bucket, buckets
 from ._folder import Folder
 from ._group import Group
 from ._kept import Kept
 from ._merge import merge_expected
 from ._paths import digest_of, inspect
 from ._source import Snapshot, Source
-from .slices import Loader, Map, apply_, check
+from .slices import Loader, Map, Prepared, check, prepare
 from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Sync:
     #: Share of the lanes that changed; ``None`` for a whole version.
     changed: float | None
     favor: str
-    #: Milliseconds per stage.
+    #: Milliseconds per stage. A subscriber stages by ``receive`` (from the call until the version is committed), ``check`` (in a thread,
+    #: while pairs are received), ``merge`` and ``plan``. Only ``apply`` is within :meth:`Subscriber.commit`; a version that was not
+    #: staged is planned there too.
     milliseconds: dict[str, float] = field(default_factory=dict)
     #: For a subscriber, the modules that the engine loaded again.
     reloaded: list[str] = field(default_factory=list)
@@ -100,7 +103,7 @@ class Publisher:
         dtype: As for :class:`Source`.
         favor: As for :func:`tpde.encode`.
         timeout: Seconds to wait for answers. A group waits as long as its transport does.
-        bucket: Number of elements after which a bucket ends. A bucket has whole tensors.
+        bucket: Largest number of elements of a bucket. A tensor with more of them is cut by rows.
     """
 
     def __init__(
@@ -213,9 +216,9 @@ class Publisher:
         """Writes and sends the pairs of a version. Returns the entries of the pairs for the version's record."""
         rectangles = [_indices(plain) for plain in layouts.values()]
         pairs, lanes, changed = [], 0, 0
-        for number, names in enumerate(self._buckets(target)):
+        for number, bucket in enumerate(buckets(target.shapes, self._bucket)):
             name = f"{version:08}-{'whole-' if whole else ''}{self._session}-{number}"
-            report = self._bucket_pair(name, target, names, rectangles, whole=whole)
+            report = self._bucket_pair(name, target, bucket, rectangles, whole=whole)
             if self._channel is None:
                 continue
             record["bytes"] += report.stored_bytes
@@ -227,22 +230,9 @@ class Publisher:
             record["changed"] = changed / max(lanes, 1)
         return {"pairs": pairs, "layouts": list(layouts)}
 
-    def _buckets(self, target: Snapshot) -> Iterator[list[str]]:
-        """Names of the tensors of each bucket, which is the same for all ranks of the trainer."""
-        names: list[str] = []
-        elements = 0
-        for name, shape in target.shapes.items():
-            names.append(name)
-            elements += torch.Size(shape).numel()
-            if elements >= self._bucket:
-                yield names
-                names, elements = [], 0
-        if names:
-            yield names
-
-    def _bucket_pair(self, name: str, target: Snapshot, names: list[str], rectangles: Any, *, whole: bool) -> Any:
-        """Writes a pair of some tensors. All ranks encode what they hold, and the first one merges it. Returns a report."""
-        slices = target.slices(names, rectangles)
+    def _bucket_pair(self, name: str, target: Snapshot, bucket: Bucket, rectangles: Any, *, whole: bool) -> Any:
+        """Writes the pair of a bucket. All ranks encode what they hold, and the first one merges it. Returns a report."""
+        slices = target.slices(bucket, rectangles)
         base = None if whole or self._last is None else self._last.of(slices)
         if not self._source.is_sharded:
             assert self._channel is not None
@@ -398,6 +388,11 @@ class Subscriber:
         self.version = version
         self._session, self._layout = channel.join(name, version, weights.rectangles(kept))
         self._staged: list[tuple[int, bool]] = []
+        #: Answers that are to be sent: versions, and what is said of them.
+        self._answers: list[tuple[int, dict[str, Any]]] = []
+        #: The first staged version, ready to be applied.
+        self._prepared: tuple[tuple[int, bool], Prepared] | None = None
+        self._clock = _Clock()
         self._busy = threading.Lock()
         self._checker = _Checker(weights, channel, kept)
 
@@ -417,12 +412,16 @@ class Subscriber:
         """
         with self._alone():
             self._stage(check_folder=False)
-            return self._commit()
+            try:
+                return self._commit()
+            finally:
+                self._answer()
 
     def stage(self) -> list[int]:
         """Receive and check what comes next, as :meth:`update`, and write nothing. Returns the versions that :meth:`commit` applies.
 
-        Parameters are only read, so the engine may generate meanwhile. Memory: the slices of one bucket.
+        Parameters are only read, so the engine may generate meanwhile. What :meth:`commit` needs is made ready: see
+        :func:`tpde.slices.prepare`, also for the memory. Answers that are not sent yet are sent.
 
         Raises:
             TpdeError: As for :meth:`update`.
@@ -436,14 +435,31 @@ class Subscriber:
         """Whether the publisher waits for :meth:`commit`, also if it applies nothing."""
         return self._channel.owes_answer
 
-    def commit(self) -> list[Sync]:
-        """Apply what :meth:`stage` has received, and answer. Nothing else may use the parameters meanwhile.
+    def commit(self, *, answer: bool = True) -> list[Sync]:
+        """Apply what :meth:`stage` has received. Nothing else may use the parameters meanwhile.
+
+        Args:
+            answer: Whether to answer too, which waits for the other ranks of a group. Otherwise the next call of :meth:`stage`,
+                :meth:`update` or :meth:`answer` does, so that the parameters can be used before.
 
         Raises:
             TpdeError: As for :meth:`update`.
         """
         with self._alone():
-            return self._commit()
+            try:
+                return self._commit()
+            finally:
+                if answer:
+                    self._answer()
+
+    def answer(self) -> None:
+        """Send the answers that :meth:`commit` has left.
+
+        Raises:
+            Disconnected, InvalidArgument: As for :meth:`update`.
+        """
+        with self._alone():
+            self._answer()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -459,17 +475,38 @@ class Subscriber:
         return (steps(self._channel, self.version, versions[-1], self._layout) or []) if versions else []
 
     def _stage(self, *, check_folder: bool) -> None:
+        if self._answers:
+            self._answer()
+        self._prepared, self._clock = None, _Clock()
         self._staged = self._path()
         if not self._staged and self._channel.is_live:
             self._checker.begin(self.version)
             self._channel.receive(self._checker.add, self._checker.error, self._checker.drop)
             self._staged = self._path()
+            self._clock.end("receive")
+            self._clock.milliseconds["check"] = self._checker.milliseconds
         elif self._staged and check_folder:
+            self._checker.begin(self.version)
             version, whole = self._staged[0]
             for one in self._stored(version, whole=whole)["pairs"]:
-                check(self._weights, self._channel.pair(one["pair"]), kept=self._kept, expect=one["digest"])
-        for version, whole in self._staged if check_folder else ():
-            self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
+                self._checker.check(one["pair"], one["digest"])
+            self._clock.end("check")
+        if self._staged and check_folder:
+            # Commit repeats what fails here, and answers with the error.
+            with contextlib.suppress(_errors.TpdeError):
+                for version, whole in self._staged:
+                    self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
+                self._clock.end("merge")
+                self._prepared = self._staged[0], self._prepare(self._staged[0][0], whole=self._staged[0][1])
+                self._clock.end("plan")
+
+    def _prepare(self, version: int, *, whole: bool) -> Prepared:
+        """Makes a version ready."""
+        stored = self._stored(version, whole=whole)["pairs"]
+        pair, expect = self._checker.merge(version, stored)
+        # Digests of the targets that a check has compared are not computed again. Sums find parameters that have changed since.
+        digests = not self._checker.has_checked(stored)
+        return prepare(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect, digests=digests)
 
     def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
         stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
@@ -480,26 +517,34 @@ class Subscriber:
         try:
             return [self._apply(version, whole=whole) for version, whole in staged]
         finally:
+            self._prepared = None
             self._checker.forget()
-            self._channel.answered(self.version)
+
+    def _answer(self) -> None:
+        """Sends answers, each of them once."""
+        while self._answers:
+            version, answer = self._answers.pop(0)
+            self._channel.answer(self._name, self._session, version, answer)
+        self._channel.answered(self.version)
 
     def _apply(self, version: int, *, whole: bool) -> Sync:
         record = self._channel.version(version)
         stored = record["whole" if whole else "difference"]
         clock, answer = _Clock(), {"error": None, "digests": _digests(stored)}
-        clock.milliseconds.update(self._checker.milliseconds(version))
+        (staged, prepared), self._prepared = self._prepared or (None, None), None
         try:
-            pair, expect = self._checker.merge(version, stored["pairs"])
-            clock.end("merge")
-            report = apply_(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect)
+            if prepared is None or staged != (version, whole):
+                prepared = self._prepare(version, whole=whole)
+                clock.end("plan")
+            else:
+                clock.milliseconds.update(self._clock.milliseconds)
+            report = prepared.apply()
         except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-            self._channel.answer(self._name, self._session, version, {**answer, "error": message})
+            self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
             raise
         self.version = version
         clock.end("apply")
-        self._channel.answer(self._name, self._session, version, answer)
-        clock.end("answer")
+        self._answers.append((version, answer))
         changed = None if whole else record["changed"]
         sync = Sync(version, record["bytes"], changed, record["favor"], clock.milliseconds, report.reloaded)
         _log.info("%s has applied %s", self._name, sync)
@@ -514,13 +559,18 @@ class _Checker:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[float]] = []
         self._failure: Exception | None = None
-        self._version, self._checked = -1, (-1, 0.0)
+        self._version = -1
+        #: Digests of the pairs that were checked.
+        self._checked: dict[str, str] = {}
+        #: Time of the checks of the last version.
+        self.milliseconds = 0.0
         self._merged: dict[tuple[str, ...], tuple[Path, str]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self, version: int) -> None:
         """Pairs that arrive from now on belong to the version after this one."""
         self._version, self._failure = version, None
+        self._checked.clear()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "tpde-check")
 
@@ -528,12 +578,19 @@ class _Checker:
         """Checks a pair, unless it is the difference from a version that the parameters do not hold."""
         assert self._thread is not None
         if "-whole-" in name or int(name.partition("-")[0]) == self._version + 1:
-            self._pending.append(self._thread.submit(self._check, name))
+            self._pending.append(self._thread.submit(self.check, name))
 
-    def _check(self, name: str) -> float:
+    def check(self, name: str, expect: str | None = None) -> float:
+        """Checks a pair. Returns the time."""
         begin = time.perf_counter()
-        check(self._weights, self._channel.pair(name), kept=self._kept)
+        pair = self._channel.pair(name)
+        check(self._weights, pair, kept=self._kept, expect=expect)
+        self._checked[name] = expect or inspect(pair).pair_digest
         return 1e3 * (time.perf_counter() - begin)
+
+    def has_checked(self, stored: list[dict[str, str]]) -> bool:
+        """Whether all pairs of a version have been checked, with the digests of its record."""
+        return all(self._checked.get(one["pair"]) == one["digest"] for one in stored)
 
     def error(self, version: int) -> str | None:
         """Waits for all checks. Returns the first error."""
@@ -544,7 +601,7 @@ class _Checker:
                 total += one.result()
             except Exception as error:
                 self._failure = self._failure or error
-        self._checked = version, total
+        self.milliseconds = total
         return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     def drop(self) -> None:
@@ -555,10 +612,6 @@ class _Checker:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def milliseconds(self, version: int) -> dict[str, float]:
-        """Time of the checks, if this version was checked."""
-        return {"check": self._checked[1]} if self._checked[0] == version else {}
 
     def merge(self, version: int, stored: list[dict[str, str]]) -> tuple[Path, str]:
         """Makes one pair of all buckets, which must have the digests of the record. Returns it, and the digest that it must have."""

@@ -29,6 +29,8 @@ pub(super) struct Launcher<'a> {
     pub staging: Option<u64>,
     /// Whether all work is on one stream.
     pub in_order: bool,
+    /// Whether changes are stored after all checks.
+    pub commits: bool,
 }
 
 impl Launcher<'_> {
@@ -45,7 +47,7 @@ impl Launcher<'_> {
         if host_error.is_none() {
             self.compare_targets(blob)?;
         }
-        if host_error.is_none() && self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
+        if host_error.is_none() && self.commits && self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
             self.fork()?;
             let queued = self.commit(blob);
             self.join()?;

@@ -19,6 +19,7 @@ use super::runtime::copies;
 use super::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Stream;
+use crate::apply::InPlace;
 use crate::error::{Error, Result};
 use crate::reader::PayloadDigests;
 use std::sync::{Arc, PoisonError};
@@ -141,6 +142,25 @@ impl<'a> Application<'a> {
     /// [`Error::InvalidArgument`] for a stream of another device, and for a stream that is being captured, see
     /// [`Application::capture`]; [`Error::Device`] if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<Pending> {
+        self.queue(stream, true)
+    }
+
+    /// Queues the checks of [`Application::launch`] and writes no tensor. [`Pending::wait`] gives the error that the launch would
+    /// have. Otherwise as [`Application::launch`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] unless the mode is [`InPlace::AllChecked`](crate::InPlace::AllChecked), and those of
+    /// [`Application::launch`].
+    pub fn check(&self, stream: &Stream) -> Result<Pending> {
+        if self.prepared.mode != Mode::InPlace(InPlace::AllChecked) {
+            let reason = "only an application in place that checks all chunks first can be checked without writing";
+            return Err(Error::InvalidArgument(reason.into()));
+        }
+        self.queue(stream, false)
+    }
+
+    /// Queues a launch. Unless it `commits`, an application that checks all chunks first stops before the first write.
+    fn queue(&self, stream: &Stream, commits: bool) -> Result<Pending> {
         let prepared = &self.prepared;
         let device = &prepared.index.device().inner;
         self.check_device(stream)?;
@@ -158,8 +178,8 @@ impl<'a> Application<'a> {
         }
         prepared.ready.hold(&cx, raw)?;
 
-        let launcher =
-            Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: false };
+        let staging_at = staging.as_ref().map(DeviceSlice::address);
+        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: false, commits };
         let (done, end) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
         let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
@@ -226,8 +246,8 @@ impl<'a> Application<'a> {
         // A captured stream cannot wait for work outside of the capture, so the host waits. `prepare` queued this copy, which is
         // short.
         prepared.ready.wait(&cx)?;
-        let launcher =
-            Launcher { prepared, cx: &cx, stream: raw, staging: staging.as_ref().map(DeviceSlice::address), in_order: true };
+        let staging_at = staging.as_ref().map(DeviceSlice::address);
+        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: true, commits: true };
         let queued = prepared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));
         let captured = Captured::new(prepared.clone(), statuses, staging, self.pinned_payloads());
         match queued {

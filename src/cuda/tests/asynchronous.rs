@@ -106,6 +106,47 @@ impl Source for Ending<'_> {
 
 #[test]
 #[ignore = "needs a CUDA device"]
+fn a_check_finds_what_a_launch_finds_and_writes_nothing() {
+    let device = super::device();
+    for codec in [Codec::Conditioned, Codec::Raw, Codec::Zstd] {
+        let sample = Sample::new(codec);
+        let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
+        let stream = device.stream().unwrap();
+        for mode in MODES {
+            for wrong in [false, true] {
+                let mut sample_base = sample.base.clone();
+                if wrong {
+                    sample_base[1][100] ^= 1;
+                }
+                let data = sample_base.iter().map(|b| &b[..]);
+                let base = MemoryCheckpoint::new(sample.infos.iter().cloned().zip(data)).unwrap();
+                let mut laid = Laid::new(device, sample.pair.index(), &base, mode != Mode::OutOfPlace, 1);
+                let payloads = payloads(device, &sample.pair, Route::Pinned);
+                let application = prepare_in_slices(&index, &laid.bindings, mode, payloads, 4000).unwrap();
+                if mode != Mode::InPlace(InPlace::AllChecked) {
+                    assert!(matches!(application.check(&stream), Err(Error::InvalidArgument(_))));
+                    continue;
+                }
+                // A launch after two checks finds memory and flags as it needs them.
+                let checks = [0; 2].map(|_| application.check(&stream).unwrap().wait());
+                assert!(laid.is_untouched(device));
+                let launched = application.launch(&stream).unwrap().wait();
+                for checked in checks {
+                    assert_eq!(checked.map_err(|e| e.to_string()), launched.as_ref().map(|_| ()).map_err(ToString::to_string));
+                }
+                assert_eq!(launched.is_err(), wrong);
+                if wrong {
+                    assert!(laid.is_untouched(device));
+                } else {
+                    sample.assert_done(device, &mut laid);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
 fn calls_return_while_the_stream_is_busy() {
     let device = super::device();
     let spinning = spinner(device);
