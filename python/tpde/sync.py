@@ -12,7 +12,7 @@ ranks that ``torch.distributed`` or an engine's communicator connects::
 
 Three rules hold after any failure:
 
-- The parameters of a subscriber are those of one version, never a mixture.
+- The parameters of a subscriber are those of one version, never a mixture, except after :class:`tpde.Poisoned`.
 - A version is published only if all subscribers have the previous one.
 - The publisher raises the error of a subscriber that fails.
 
@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +35,16 @@ from uuid import uuid4
 import torch
 
 from . import _errors
+from ._checker import Checker
 from ._collective import Collective, Communicator, TorchGroup
 from ._cuts import Bucket, buckets
 from ._folder import Folder
 from ._group import Group
 from ._kept import Kept
 from ._merge import merge_expected
-from ._paths import digest_of, inspect
+from ._paths import inspect
 from ._source import Snapshot, Source
-from .slices import Loader, Map, Prepared, check, prepare
+from .slices import Loader, Map, Prepared, prepare
 from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
@@ -388,13 +388,13 @@ class Subscriber:
         self.version = version
         self._session, self._layout = channel.join(name, version, weights.rectangles(kept))
         self._staged: list[tuple[int, bool]] = []
-        #: Answers that are to be sent: versions, and what is said of them.
+        #: Answers to be sent, with their versions.
         self._answers: list[tuple[int, dict[str, Any]]] = []
         #: The first staged version, ready to be applied.
         self._prepared: tuple[tuple[int, bool], Prepared] | None = None
         self._clock = _Clock()
         self._busy = threading.Lock()
-        self._checker = _Checker(weights, channel, kept)
+        self._checker = Checker(weights, channel, kept)
 
     def update(self) -> list[Sync]:
         """Bring the parameters to the last version, through all versions between, and answer.
@@ -453,7 +453,7 @@ class Subscriber:
                     self._answer()
 
     def answer(self) -> None:
-        """Send the answers that :meth:`commit` has left.
+        """Send the answers that ``commit(answer=False)`` has not sent.
 
         Raises:
             Disconnected, InvalidArgument: As for :meth:`update`.
@@ -521,7 +521,7 @@ class Subscriber:
             self._checker.forget()
 
     def _answer(self) -> None:
-        """Sends answers, each of them once."""
+        """Sends each answer once."""
         while self._answers:
             version, answer = self._answers.pop(0)
             self._channel.answer(self._name, self._session, version, answer)
@@ -549,88 +549,3 @@ class Subscriber:
         sync = Sync(version, record["bytes"], changed, record["favor"], clock.milliseconds, report.reloaded)
         _log.info("%s has applied %s", self._name, sync)
         return sync
-
-
-class _Checker:
-    """Checks the pairs of a version in a thread while others arrive, and merges them."""
-
-    def __init__(self, weights: Map, channel: Folder, kept: Kept | None) -> None:
-        self._weights, self._channel, self._kept = weights, channel, kept
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[float]] = []
-        self._failure: Exception | None = None
-        self._version = -1
-        #: Digests of the pairs that were checked.
-        self._checked: dict[str, str] = {}
-        #: Time of the checks of the last version.
-        self.milliseconds = 0.0
-        self._merged: dict[tuple[str, ...], tuple[Path, str]] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def begin(self, version: int) -> None:
-        """Pairs that arrive from now on belong to the version after this one."""
-        self._version, self._failure = version, None
-        self._checked.clear()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "tpde-check")
-
-    def add(self, name: str) -> None:
-        """Checks a pair, unless it is the difference from a version that the parameters do not hold."""
-        assert self._thread is not None
-        if "-whole-" in name or int(name.partition("-")[0]) == self._version + 1:
-            self._pending.append(self._thread.submit(self.check, name))
-
-    def check(self, name: str, expect: str | None = None) -> float:
-        """Checks a pair. Returns the time."""
-        begin = time.perf_counter()
-        pair = self._channel.pair(name)
-        check(self._weights, pair, kept=self._kept, expect=expect)
-        self._checked[name] = expect or inspect(pair).pair_digest
-        return 1e3 * (time.perf_counter() - begin)
-
-    def has_checked(self, stored: list[dict[str, str]]) -> bool:
-        """Whether all pairs of a version have been checked, with the digests of its record."""
-        return all(self._checked.get(one["pair"]) == one["digest"] for one in stored)
-
-    def error(self, version: int) -> str | None:
-        """Waits for all checks. Returns the first error."""
-        pending, self._pending = self._pending, []
-        total = 0.0
-        for one in pending:
-            try:
-                total += one.result()
-            except Exception as error:
-                self._failure = self._failure or error
-        self.milliseconds = total
-        return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
-
-    def drop(self) -> None:
-        """Forgets a version that is not published. Raises the error if a check failed on this rank."""
-        for one in self._pending:
-            one.cancel()
-        self._pending.clear()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def merge(self, version: int, stored: list[dict[str, str]]) -> tuple[Path, str]:
-        """Makes one pair of all buckets, which must have the digests of the record. Returns it, and the digest that it must have."""
-        if len(stored) == 1:
-            return self._channel.pair(stored[0]["pair"]), stored[0]["digest"]
-        digests = tuple(one["digest"] for one in stored)
-        if digests not in self._merged:
-            if self._folder is None:
-                # A group's folder belongs to this rank, and may be in memory.
-                within = self._channel.path if self._channel.is_live else None
-                self._folder = tempfile.TemporaryDirectory(prefix="tpde-", dir=within)
-            path = Path(self._folder.name) / f"{version:08}-{len(self._merged)}"
-            merge_expected([(self._channel.pair(one["pair"]), digest_of(one["digest"])) for one in stored], path)
-            self._merged[digests] = path, inspect(path).pair_digest
-        return self._merged[digests]
-
-    def forget(self) -> None:
-        """Deletes merged pairs."""
-        self._merged.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
