@@ -70,6 +70,8 @@ class Run:
         self.weights: Weights = {}
         self.last: Weights = {}
         self.replica: Replica | None = None
+        #: Milliseconds of the last commit, in which nothing can be generated.
+        self.pause = 0.0
         if rank == 0:
             self.weights = {name: self.changes.weights(shape) for name, shape in self.shapes.items()}
         else:
@@ -140,7 +142,10 @@ class Run:
         version, done = self.subscriber.version + 1, []
         while self.subscriber.version < version:
             if self.subscriber.stage() or self.subscriber.is_owed:
-                done += self.subscriber.commit()
+                begin = time.perf_counter()
+                done += self.subscriber.commit(answer=False)
+                self.pause = 1e3 * (time.perf_counter() - begin)
+                self.subscriber.answer()
             elif self.options.channel == "folder":
                 time.sleep(0.001)
         return done[-1]
@@ -173,7 +178,7 @@ class Run:
         self._compare("tpde")
         self._keep()
         every: list[Any] = [None] * (self.options.receivers + 1)
-        distributed.all_gather_object(every, (done.milliseconds, self.memory.peak - self.before, str(self.device)))
+        distributed.all_gather_object(every, (done.milliseconds, self.memory.peak - self.before, str(self.device), self.pause))
         if self.rank == 0 and is_sampled:
             self._print({"extra_device_bytes": {f"rank {rank}, {one[2]}": one[1] for rank, one in enumerate(every)}}, share)
         elif self.rank == 0 and not is_warm:
@@ -184,7 +189,7 @@ class Run:
                 "tpde": {"ms": round(took, 1), "bytes": done.bytes},
                 **rows,
                 "blocked_ms": {"one snapshot": sent["publish"], "two snapshots": sent["blocked"]},
-                "pause_ms": round(max(one[0]["apply"] for one in every[1:]), 1),
+                "pause_ms": round(max(one[3] for one in every[1:]), 1),
                 "publisher_ms": sent,
                 "receiver_ms": {stage: round(max(one[0].get(stage, 0) for one in every[1:]), 1) for stage in every[1][0]},
             }
