@@ -178,7 +178,7 @@ impl From<UnknownName> for Error {
     }
 }
 
-/// A part to be encoded of which a checkpoint has only some elements.
+/// A checkpoint has only some elements of a part that is to be encoded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PartNotHeld {

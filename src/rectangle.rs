@@ -145,8 +145,8 @@ fn cut_dim(shape: &[u64], extent: &[u64]) -> Option<usize> {
     shape.iter().zip(extent).rposition(|(dim, extent)| extent < dim)
 }
 
-/// The order of parts: whether part `a` ends before part `b` begins, in the first dimension in which they differ. Parts of which
-/// each precedes the next are disjoint.
+/// The order of parts: whether part `a` ends before part `b` begins, in the first dimension in which they differ. If each part
+/// precedes the next one, the parts are disjoint.
 pub(crate) fn precedes(a: (&[u64], &[u64]), b: (&[u64], &[u64])) -> bool {
     for i in 0..a.0.len() {
         if (a.0[i], a.1[i]) != (b.0[i], b.1[i]) {

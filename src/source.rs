@@ -192,8 +192,8 @@ impl FileSource {
         Ok(Self { file: Handle::Shared(files.clone()), path: path.to_owned(), stamp: Stamp::from(&metadata) })
     }
 
-    /// Waits until a change of the file would give other time stamps, so that [`FileSource::check_unchanged`] detects every change
-    /// from now on. Waits only if the file was written within the last 20 ms, and at most 20 ms.
+    /// Waits until a change of the file would give other time stamps. From then on, [`FileSource::check_unchanged`] detects every
+    /// change, except those that it names. Waits only if the file was written within the last 20 ms, and at most 20 ms.
     ///
     /// # Errors
     /// [`Error::Io`] or [`Error::Changed`].

@@ -283,14 +283,14 @@ class Walk:
 
 def walkthrough():
     walk = Walk(WALKTHROUGH)
-    tokens = "; ".join(
-        f"class {i + 1}: " + ", ".join(f"{t}: {f:,}" for t, f in enumerate(row) if f) for i, row in enumerate(walk.classes)
+    classes = "\n".join(
+        f"| {i + 1} | " + "; ".join(f"{t}: {f:,}" for t, f in enumerate(row) if f) + " |" for i, row in enumerate(walk.classes)
     )
     lanes, states, segments = len(walk.base), walk.states, walk.segments
     return (
         f"The vector `{WALKTHROUGH}`: I64, so *w* = 8, and a tile has 256 lanes; *L* = {lanes}, so there are 3 blocks and 2 tiles. It has "
         f"*N* = {states} states, *S* = {segments} segments, *A* = {len(walk.maps)} maps and *r* = {walk.low} low bits. "
-        f"All lanes that are not in the table of coded lanes have the base lane 2^20, whose context, 21, is beyond the map.\n\nTables, {len(walk.tables)} bytes, as token: frequency. {tokens}.\n\n"
+        f"All lanes that are not in the table of coded lanes have the base lane 2^20, whose context, 21, is beyond the map.\n\nTables, {len(walk.tables)} bytes:\n\n| class | frequency of each token |\n|---|---|\n{classes}\n\n"
         f"Payload, {len(walk.payload)} bytes:\n\n| at | bytes | piece |\n|---|---|---|\n"
         + "\n".join(walk.parts)
         + "\n\nCoded lanes. The first one's context is below `first_context` and counts as that:\n\n"

@@ -67,9 +67,9 @@ class Sync:
     #: Share of the lanes that changed; ``None`` for a whole version.
     changed: float | None
     favor: str
-    #: Milliseconds per stage. A subscriber stages by ``receive`` (from the call until the version is committed), ``check`` (in a thread,
-    #: while pairs are received), ``merge`` and ``plan``. Only ``apply`` is within :meth:`Subscriber.commit`; a version that was not
-    #: staged is planned there too.
+    #: Milliseconds per stage. Those of :meth:`Subscriber.stage` are ``receive`` (from the call until the version is committed),
+    #: ``check`` (in a thread, while pairs are received), ``merge`` and ``plan``. :meth:`Subscriber.commit` has only ``apply``, and
+    #: ``plan`` if the version was not staged.
     milliseconds: dict[str, float] = field(default_factory=dict)
     #: For a subscriber, the modules that the engine loaded again.
     reloaded: list[str] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Publisher:
             copied: Called when the weights are copied. A trainer that calls this method in a thread may change them from then on.
 
         Raises:
-            NotAcknowledged: A subscriber failed, or did not answer in time. Nothing was published. ``Folder.drop`` removes it.
+            NotAcknowledged: A subscriber failed, or did not answer in time. Nothing was published. ``Folder.drop`` removes a subscriber.
             InvalidArgument: Another publisher uses the channel.
             Disconnected: A rank of the group has ended.
         """
@@ -273,7 +273,9 @@ class Publisher:
         return paths
 
     def wait(self, timeout: float | None = None) -> list[str]:
-        """Wait for the subscribers: each one that can reach the last version must answer that it has it. Ranks without the channel return.
+        """Wait until each subscriber that can reach the last version has answered that it holds this version.
+
+        On ranks without the channel, the call returns at once.
 
         Returns:
             Names of the subscribers that need a whole version. The next version has it.
@@ -367,8 +369,8 @@ def steps(channel: Folder, start: int, stop: int, layout: str) -> list[tuple[int
 class Subscriber:
     """Keeps live parameters at the published versions.
 
-    :meth:`update` does all at once. An engine that goes on generating calls :meth:`stage` in a thread, which only reads parameters, and
-    :meth:`commit` in a pause.
+    :meth:`update` does all at once. An engine can generate meanwhile if it calls :meth:`stage` in a thread and :meth:`commit` in a
+    pause. :meth:`stage` only reads parameters.
 
     Args:
         weights: The map of the parameters.
@@ -399,7 +401,7 @@ class Subscriber:
     def update(self) -> list[Sync]:
         """Bring the parameters to the last version, through all versions between, and answer.
 
-        With a folder this returns at once if there is no version. With a group it waits until the publisher commits one; the list is
+        With a folder, this returns at once if there is no new version. With a group, it waits until the publisher commits one; the list is
         empty if that version was for other subscribers, or the channel was closed.
 
         Each version is checked completely before it is written. Nothing else may use the parameters meanwhile.
@@ -420,8 +422,8 @@ class Subscriber:
     def stage(self) -> list[int]:
         """Receive and check what comes next, as :meth:`update`, and write nothing. Returns the versions that :meth:`commit` applies.
 
-        Parameters are only read, so the engine may generate meanwhile. What :meth:`commit` needs is made ready: see
-        :func:`tpde.slices.prepare`, also for the memory. Answers that are not sent yet are sent.
+        Parameters are only read, so the engine may generate meanwhile. Everything that :meth:`commit` needs is prepared;
+        :func:`tpde.slices.prepare` says how, and how much memory this takes. Answers that are not sent yet are sent.
 
         Raises:
             TpdeError: As for :meth:`update`.

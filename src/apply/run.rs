@@ -269,7 +269,7 @@ impl<'a, B: Source> Run<'a, B> {
         Ok(self.report(chunks.finish()?))
     }
 
-    /// The payloads of the chunks `read`, compared with their digests.
+    /// The payloads of the chunks in `read`. Each is compared with its digest.
     pub(super) fn compared(&self, read: impl Iterator<Item = u32>) -> Compared<'a> {
         Compared::new(self.chunks, read)
     }
@@ -351,7 +351,7 @@ impl<'a, B: Source> Run<'a, B> {
     /// Finds the cause of an error about a chunk's base sum: hashes the base tensors, and returns [`Error::WrongBase`] or
     /// [`Error::AlreadyApplied`] if their digests show that. Other errors are returned unchanged.
     pub fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
-        // An error about a chunk of an earlier step of a chain is not about this pair.
+        // An error about an earlier step of a chain is an `Error::Step`, and is not about this pair.
         if !matches!(&error, Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum) {
             return error;
         }

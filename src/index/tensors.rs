@@ -236,7 +236,7 @@ struct TableParser {
     previous: usize,
     /// Range of the current entry's name in `table.names`; `None` until the name is read.
     name: Option<Range<usize>>,
-    /// Index of the first row of the current tensor that has a base.
+    /// Among the rows of the current tensor, the index of the first one with a base.
     with_base: Option<usize>,
 }
 

@@ -106,7 +106,7 @@ struct Memory {
     output: DeviceSlice,
 }
 
-/// A row ends after this many seconds, but not before `LEAST_RUNS` runs.
+/// The runs of a row end after this many seconds, but there are at least `LEAST_RUNS`.
 const ENOUGH: f64 = 3.0;
 const LEAST_RUNS: usize = 3;
 /// Names of the clocks: events on the stream, and the host's clock.
@@ -204,7 +204,7 @@ impl Bed<'_> {
         iter::once(&self.memory).chain(&self.with_gaps)
     }
 
-    /// Times a copy of the uncompressed target, from pinned memory and within the device, and the hashes of all tensors.
+    /// Measures copies of the uncompressed target, from pinned memory and within the device, and the hashes of all tensors.
     fn dense(&self) -> anyhow::Result<Vec<Row>> {
         let within = self.timed("copy", "device memory", DEVICE, || {
             let start = self.stream.record()?;
