@@ -314,10 +314,11 @@ types:
       - id: base_name
         type: str
         size: base_name_size
+        doc: empty if the base tensor has the same name, or if there is none
       - id: scales_name
         type: str
         size: scales_name_size
-        doc: empty if the base tensor has the same name, or if there is none
+        doc: empty if the base is not quantised
   tables_section:
     params:
       - id: tensors

@@ -61,6 +61,8 @@ BAD_TEXTS = {
                         lambda t: with_metadata(t, '{"k": "?"}').encode().replace(b"?", b"\xed\xa0\x80")),
     "surrogate_escape": ("An escape of a lone surrogate, in a string of the metadata.",
                          lambda t: with_metadata(t, '{"k": "\\ud800x"}')),
+    "surrogate_escape_in_key": ("An escape of a lone surrogate, in a key of the metadata.",
+                                lambda t: with_metadata(t, '{"\\ud800": "x"}')),
     "control_character": ("A line end that is not escaped, in a string of the metadata.",
                           lambda t: with_metadata(t, '{"k": "\n"}')),
     "bad_escape": ("An escape that JSON does not have.", lambda t: with_metadata(t, '{"k": "\\x41"}')),
@@ -149,7 +151,7 @@ def checkpoint_vectors(out):
                 files=[File(0, "", file_of(broken_target))])
         # A reader may parse headers in two ways, so some are headers of base files too.
         if name in ("leading_space", "root_array", "key_twice_escaped", "key_twice_in_entry", "key_twice_in_metadata", "not_utf8",
-                    "surrogate_escape", "integer_with_fraction", "integer_with_exponent", "entry_array", "entry_member_more",
+                    "surrogate_escape", "surrogate_escape_in_key", "integer_with_fraction", "integer_with_exponent", "entry_array", "entry_member_more",
                     "dtype_unknown", "cut_off", "two_objects", "offsets_short"):
             invalid(f"base_file_{name}", f"The header of the base: {about}", "base.file", "decode", base=file_of(broken, data))
     invalid("file_tensors_content_of_8_bytes", "A stored header that is its length alone.", "file.tensors", "apply",
@@ -157,6 +159,12 @@ def checkpoint_vectors(out):
 
     # --- A lone base file ----------------------------------------------------------------------
     more = rows | {"unused": ("U8", [3], b"xyz")}
+
+    def beside(name, dtype, shape, size=0):
+        """A base with a further tensor, named as in JSON, of this size."""
+        entry = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        return file_of(json.dumps(entries_of(rows))[:-1] + f', {name}: {json.dumps(entry)}}}', data + bytes(size))
+
     valid("base_file_more_tensors", "A base with a tensor that the pair does not name.", safetensors(more))
     for name, about, content in [
             ("no_bytes", "The base file has no bytes.", b""),
@@ -169,6 +177,13 @@ def checkpoint_vectors(out):
                 json.dumps(entries_of(rows)).replace("[20, 260]", "[21, 261]"), a + b"\0" + b)),
             ("unused_dtype_unknown", "A dtype without a code, of a tensor that the pair does not name.", file_of(
                 json.dumps(entries_of(more)).replace('"U8"', '"U9"'), data + b"xyz")),
+            ("surrogate_escape_in_name", "An escape of a lone surrogate in the name of a tensor that the pair does not name.",
+             beside('"\\ud800"', "U8", [0])),
+            ("bits_2_63", "A tensor of 2^63 bits, whose data are not there.", beside('"x"', "U8", [2**60])),
+            ("bits_2_64", "A tensor of 2^64 bits: in 64 bits their number is 0.", beside('"x"', "U8", [2**61])),
+            ("bytes_2_64", "A tensor of 2^64 bytes: in 64 bits their number is 0.", beside('"x"', "U8", [2**32, 2**32])),
+            ("half_byte_dropped", "A tensor of a byte and a half, with the data of one byte.", beside('"x"', "F4", [3], 1)),
+            ("half_byte_padded", "A tensor of a byte and a half, with the data of two bytes.", beside('"x"', "F4", [3], 2)),
             ("text", "The base is a text.", b"version https://example.org/\n" * 9)]:
         invalid(f"base_file_{name}", about, "base.file", "decode", base=content)
 

@@ -245,6 +245,11 @@ def invalid_part_vectors(out):
 
     entry("prefix", "Base kind prefix for a first part.", "tensor.base_kind", 1, base_kind=PREFIX, base_param=5)
     entry("prefix_further", "Base kind prefix for a further part.", "tensor.base_kind", 3, base_kind=PREFIX, base_param=5)
+    for label, about, count in (("alone", "The only part of a tensor", 1), ("all", "All parts of a tensor", 2)):
+        of_t = parts("t", "BF16", shape, moved, data, along(0, shape, [3, 3])[:count], codec=RAW)
+        out.invalid(f"parts_prefix_{label}", f"{about}: base kind prefix.", "tensor.base_kind", "open_index", model(of_t), base,
+            tensor="t",
+            entries=lambda d, count=count: [put("entry", i, base_kind=PREFIX, base_param=5)(d) for i in range(count)])
     entry("base_kind_3", "Base kind 3, which is reserved, for a part.", "tensor.base_kind", 2, base_kind=3)
     entry("base_kind_private", "A private base kind for a part.", "tensor.base_kind", 2, base_kind=0x8000)
     entry("base_param", "A parameter for base kind same of a part.", "tensor.base_param", 2, base_param=1)
