@@ -250,6 +250,12 @@ def invalid_derived_vectors(out):
     rebased("blocks_differ", "A high nibble of x is another.", where="x", chunk=2, Xblocks=("U8", [3, 2, 16], flip(-1, 16)(blocks)), **wrong)
     rebased("exponents_differ", "A scale of x is another.", where="x", chunk=2, Xscales=("U8", [3, 2], flip(-1)(exponents)), **wrong)
 
+    applied = master.tensor("a", "BF16", [6, 4])
+    widened = bytes_of([lane << 16 for lane in lanes_of(applied.target, 2)], 4)
+    bad("already_applied", "The lanes of F32 of the base have the values of the target.", "chunk.base_sum", "decode", where="a", chunk=0,
+        of=model([applied]), error="already_applied", over=out.base("invalid/derived_already_applied",
+        safetensors({"a": ("F32", [6, 4], widened)})))
+
     # Pairs whose writer formed other lanes.
     def otherwise(name, about, source, dtype, shape, lanes, **options):
         """The pair has `lanes` as its base lanes, where the base gives those of `source`."""
