@@ -23,6 +23,7 @@
 #include "encode/arguments.cuh"
 #include "zstd/frames.cuh"
 
+#ifndef ONLY_ENCODE
 extern "C" void tpde_raw(Launch);
 extern "C" void tpde_conditioned(Launch);
 extern "C" void tpde_without_base(Launch);
@@ -32,9 +33,10 @@ extern "C" void tpde_without_base_strided(Launch);
 extern "C" void tpde_raw_derived(Launch);
 extern "C" void tpde_conditioned_derived(Launch);
 extern "C" void tpde_digests(Digests);
-extern "C" void tpde_hash(Hashes);
 extern "C" void tpde_frames_check(Frames);
 extern "C" void tpde_frames_expand(Frames);
+#endif
+extern "C" void tpde_hash(Hashes);
 extern "C" void tpde_encode_survey(Encode);
 extern "C" void tpde_encode_sample(Encode);
 extern "C" void tpde_encode_groups(Encode);
@@ -45,6 +47,8 @@ extern "C" void tpde_encode_gather(Encode);
 extern "C" void tpde_encode_copy(Encode);
 extern "C" void tpde_encode_crc(Encode);
 extern "C" void tpde_layout(u32*);
+extern "C" void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
 
 namespace {
 
@@ -318,6 +322,8 @@ u64 allocate(size_t bytes) {
     if (pages == MAP_FAILED) return 0;
     unsigned char* end = (unsigned char*)pages + page_bytes - PAGE;
     memset(pages, 0xDB, page_bytes - PAGE);
+    // With the address sanitizer, an allocation ends at its last byte.
+    if (__asan_poison_memory_region) __asan_poison_memory_region(end - rounded + bytes, rounded - bytes);
     mprotect(end, PAGE, PROT_NONE);
     allocations[(u64)(end - rounded)] = {bytes, (unsigned char*)pages, page_bytes, false};
     allocated += page_bytes;
@@ -326,6 +332,7 @@ u64 allocate(size_t bytes) {
 
 // Makes pages inaccessible until the process ends. Their addresses are not reused, so later accesses fault.
 void forbid(void* pages, size_t bytes) {
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(pages, bytes);
     if (mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
         abort();
 }
@@ -392,7 +399,11 @@ struct KernelEntry {
     void (*entry)(const void*);
     size_t parameter_bytes;
 };
+#ifdef ONLY_ENCODE
+void absent(const void*) { fail("this stand-in has only the kernels of the encoder and of hashes"); }
+#endif
 const KernelEntry KERNELS[] = {
+#ifndef ONLY_ENCODE
     {"tpde_raw", [](const void* p) { tpde_raw(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_conditioned", [](const void* p) { tpde_conditioned(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_without_base", [](const void* p) { tpde_without_base(*(const Launch*)p); }, sizeof(Launch)},
@@ -402,9 +413,22 @@ const KernelEntry KERNELS[] = {
     {"tpde_raw_derived", [](const void* p) { tpde_raw_derived(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_conditioned_derived", [](const void* p) { tpde_conditioned_derived(*(const Launch*)p); }, sizeof(Launch)},
     {"tpde_digests", [](const void* p) { tpde_digests(*(const Digests*)p); }, sizeof(Digests)},
-    {"tpde_hash", [](const void* p) { tpde_hash(*(const Hashes*)p); }, sizeof(Hashes)},
     {"tpde_frames_check", [](const void* p) { tpde_frames_check(*(const Frames*)p); }, sizeof(Frames)},
     {"tpde_frames_expand", [](const void* p) { tpde_frames_expand(*(const Frames*)p); }, sizeof(Frames)},
+#else
+    {"tpde_raw", absent, sizeof(Launch)},
+    {"tpde_conditioned", absent, sizeof(Launch)},
+    {"tpde_without_base", absent, sizeof(Launch)},
+    {"tpde_raw_strided", absent, sizeof(Launch)},
+    {"tpde_conditioned_strided", absent, sizeof(Launch)},
+    {"tpde_without_base_strided", absent, sizeof(Launch)},
+    {"tpde_raw_derived", absent, sizeof(Launch)},
+    {"tpde_conditioned_derived", absent, sizeof(Launch)},
+    {"tpde_digests", absent, sizeof(Digests)},
+    {"tpde_frames_check", absent, sizeof(Frames)},
+    {"tpde_frames_expand", absent, sizeof(Frames)},
+#endif
+    {"tpde_hash", [](const void* p) { tpde_hash(*(const Hashes*)p); }, sizeof(Hashes)},
     {"tpde_encode_survey", [](const void* p) { tpde_encode_survey(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_sample", [](const void* p) { tpde_encode_sample(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_groups", [](const void* p) { tpde_encode_groups(*(const Encode*)p); }, sizeof(Encode)},

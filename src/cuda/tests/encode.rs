@@ -171,6 +171,28 @@ fn weights_with_every_favor_and_little_memory() {
     tensors.check(&options, Limits { room: 1, ..Limits::default() }, "no room");
 }
 
+/// Checkpoints for lanes of each width, with and without low bits, that take each path of the kernels in little time: sanitizers
+/// make it ten times slower (`emulated::encoder`). No stream overflows its room, because several threads then write the same
+/// words, whose content does not matter.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn small_pairs_of_all_widths() {
+    for (dtype, lanes) in [(Dtype::U8, 2600), (Dtype::Bf16, 2600), (Dtype::F32, 1300), (Dtype::F64, 700)] {
+        let tensors = tensors_of(dtype, u64::from(dtype.code()) + 200, &[lanes], &[1, 40]);
+        let options = EncodeOptions::default().chunk_lanes(1 << 12);
+        let several_warps = Limits { alone: 1 << 20, ..Limits::default() };
+        let one_warp = Limits { alone: 0, ..Limits::default() };
+        tensors.check(&options.clone().codec(Codec::Conditioned), several_warps, &format!("{dtype}, several warps"));
+        if dtype == Dtype::Bf16 {
+            tensors.check(&options.clone().codec(Codec::Conditioned), one_warp, &format!("{dtype}, one warp"));
+        }
+        tensors.check(&options.clone().codec(Codec::Raw), one_warp, &format!("{dtype}, raw"));
+        let mut without = tensors_of(dtype, u64::from(dtype.code()) + 300, &[lanes], &[]);
+        without.base.clear();
+        without.check(&options.codec(Codec::Conditioned), one_warp, &format!("{dtype}, no base"));
+    }
+}
+
 /// Many small checkpoints with random sizes, dtypes, rates and options.
 #[test]
 #[ignore = "needs a CUDA device"]

@@ -3,6 +3,7 @@
 
 mod derived;
 pub mod emulator;
+mod encoder;
 
 use self::emulator::{Cases, Chunk, Hashed, Source};
 use super::cases::shapes::{Shape, case_of, rows_of};
