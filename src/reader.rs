@@ -134,8 +134,8 @@ impl<B: Source> Pair<B> {
         let crc = crc32fast::hash(&bytes[..BLOB_HEADER_CRC_SPAN]);
         Rule::BlobCrc32.check(
             crc == header.header_crc32,
-            format_args!("{crc:08x}"),
             format_args!("{:08x}", header.header_crc32),
+            format_args!("{crc:08x}"),
         )?;
         Rule::BlobReserved.check_eq(0, header.reserved)?;
         Rule::BlobVersionMinor.check_eq(index.header().version_minor, header.version_minor)?;

@@ -140,6 +140,16 @@ fn every_flipped_bit_is_found() {
             let invalid = found(pair, &index, &pair.blob, format_args!("bit {bit:#04x} of byte {at} of the index"));
             let rule = invalid.rule.id();
             assert!(if at < 256 { rule.starts_with("header.") } else { rule == "index.digest" }, "{}, {at}: {invalid}", pair.name);
+            // The stored value is the expected one.
+            let stored = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+            match rule {
+                "index.digest" => assert_eq!(invalid.expected, stored(&index[index.len() - 32..])),
+                "header.crc32" => {
+                    let crc: Vec<u8> = index[252..256].iter().rev().copied().collect();
+                    assert_eq!(invalid.expected, stored(&crc));
+                }
+                _ => {}
+            }
             index[at] ^= bit;
         }
         let sound = ValidatedIndex::parse(pair.index.clone(), &Limits::default()).unwrap();

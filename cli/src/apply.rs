@@ -59,7 +59,7 @@ pub struct Report {
 
 impl Apply {
     pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
-        self.apply(common).with_context(|| format!("apply to {}", text::path(&self.output)))
+        self.apply(common).with_context(|| format!("apply {} to {}", self.chain.shown(), text::path(&self.output)))
     }
 
     fn apply(&self, common: &Common) -> Result<Report> {

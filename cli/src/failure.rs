@@ -66,7 +66,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         (step, at.pair) = (Some(*number), Some(pair.clone()));
     }
     let message = message(error);
-    let hint = ours.map(cause).and_then(hint);
+    let hint = ours.and_then(hint);
     // If stderr is closed too, only the exit code reports the error.
     let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {message}");
     if let Some(hint) = hint {
@@ -214,6 +214,10 @@ fn is_of_store(_: &(dyn std::error::Error + 'static)) -> bool {
 
 fn hint(error: &Error) -> Option<&'static str> {
     Some(match error {
+        Error::Step { number: 2.., source, .. } if matches!(**source, Error::WrongBase { .. } | Error::AlreadyApplied) => {
+            "each pair of a chain is made from the target of the pair before it: is the order right?"
+        }
+        Error::Step { source, .. } => return hint(source),
         Error::WrongBase { .. } => {
             "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
         }
@@ -226,7 +230,8 @@ fn hint(error: &Error) -> Option<&'static str> {
         }
         Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
         Error::NotMergeable(refused) => match refused.conflict {
-            Conflict::Tensor | Conflict::Type | Conflict::Cuts => "tpde subset makes a pair without the tensor",
+            Conflict::Tensor => "tpde fold joins pairs that follow each other; tpde subset makes a pair without the tensor",
+            Conflict::Type | Conflict::Cuts => "tpde subset makes a pair without the tensor",
             Conflict::Base => "the pairs of a merge must all be made from one base",
             Conflict::File => "--no-files merges the tensors without the files",
             _ => return None,
@@ -244,6 +249,7 @@ fn hint(error: &Error) -> Option<&'static str> {
             }
             Rule::BlobPairDigest | Rule::BlobVersionMinor => "index and blob are of two pairs: fetch both files of one again",
             Rule::BlobBlobSize => "the blob is cut short or belongs to another index: fetch both files again",
+            Rule::HeaderIndexSize => "the index is cut short, or other bytes follow it: fetch it again",
             Rule::HeaderMagic | Rule::BlobMagic => "this is not a file of a pair, or an end-of-line conversion has damaged it",
             Rule::HeaderVersionMajor
             | Rule::HeaderRequiredFeatures

@@ -39,7 +39,7 @@ pub struct Revert {
 
 impl Fold {
     pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
-        self.fold(common).with_context(|| format!("fold to {}", text::path(&self.made.output)))
+        self.fold(common).with_context(|| format!("fold {} to {}", self.chain.shown(), text::path(&self.made.output)))
     }
 
     fn fold(&self, common: &Common) -> Result<Report> {
@@ -53,7 +53,7 @@ impl Fold {
 
 impl Revert {
     pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
-        self.revert(common).with_context(|| format!("revert to {}", text::path(&self.made.output)))
+        self.revert(common).with_context(|| format!("revert {} to {}", self.chain.shown(), text::path(&self.made.output)))
     }
 
     fn revert(&self, common: &Common) -> Result<Report> {

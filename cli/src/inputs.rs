@@ -83,12 +83,20 @@ pub struct ExpectArgs {
 }
 
 impl ExpectArgs {
-    /// Opens pairs that are applied one after the other. The last one must have the digest.
+    /// Opens pairs that are applied one after the other. The last one must have the digest. If the bytes of one of several pairs
+    /// are at fault, the error names it.
     pub fn open_chain<'a>(&self, paths: impl IntoIterator<Item = &'a Path>) -> Result<Vec<Pair<FileSource>>> {
         let paths: Vec<_> = paths.into_iter().collect();
         let Some((last, earlier)) = paths.split_last() else { return Ok(Vec::new()) };
-        let last = self.open(last)?;
-        earlier.iter().map(Pair::open).chain([Ok(last)]).collect()
+        let step = |number: usize, error: Error| match error {
+            Error::Invalid(_) | Error::Limit { .. } if !earlier.is_empty() => {
+                Error::Step { number, pair: paths[number - 1].display().to_string(), source: Box::new(error) }
+            }
+            _ => error,
+        };
+        let last = self.open(last).map_err(|error| step(paths.len(), error))?;
+        let earlier = earlier.iter().zip(1..).map(|(path, number)| Pair::open(path).map_err(|error| step(number, error)));
+        earlier.chain([Ok(last)]).collect()
     }
 
     /// Opens the pair at `path`.
@@ -141,6 +149,15 @@ pub fn last_of<'a>(
 }
 
 impl ChainArgs {
+    /// The pairs as messages name them: the path of one, or the number of several.
+    pub fn shown(&self) -> String {
+        let last = self.rest.last().unwrap_or(&self.first);
+        match self.rest.len() + usize::from(self.no_base) {
+            0 | 1 => text::path(last),
+            count => format!("{count} pairs"),
+        }
+    }
+
     /// Opens the pairs, then the base. `--expect` is about the last pair.
     pub fn open(&self) -> Result<OpenedChain> {
         let (base, pairs) = match self.no_base {

@@ -58,19 +58,30 @@ impl Options {
     }
 }
 
-/// Opens several pairs. If the bytes of a pair are at fault, the error has the path of that pair.
+/// Opens several pairs, none of which is applied to another. If the bytes of a pair are at fault, the error has its path.
 fn open_each(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSource>>> {
     let open = |pair: &PairName| {
         open(&pair.0, pair.1, steering).map_err(|mut error| {
-            if let Error::Invalid(invalid) = &mut error
-                && pairs.len() > 1
-            {
+            if let Error::Invalid(invalid) = &mut error {
                 invalid.at.pair = Some(pair.0.display().to_string());
             }
             error
         })
     };
     pairs.iter().map(open).collect()
+}
+
+/// Opens the pairs of a chain. If the bytes of one of several pairs are at fault, the error has its number and path.
+fn open_chain(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSource>>> {
+    let open = |(number, pair): (usize, &PairName)| {
+        open(&pair.0, pair.1, steering).map_err(|error| match error {
+            Error::Invalid(_) | Error::Limit { .. } if pairs.len() > 1 => {
+                Error::Step { number, pair: pair.0.display().to_string(), source: Box::new(error) }
+            }
+            _ => error,
+        })
+    };
+    (1..).zip(pairs).map(open).collect()
 }
 
 /// A base that is opened; without tensors if there is none.
@@ -180,7 +191,7 @@ pub fn fold(
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     let (pairs, base, options, total) = run(py, None, 0, |steering| {
-        let (pairs, base, options) = (open_each(&pairs, steering)?, Base::open(base)?, options.parse()?);
+        let (pairs, base, options) = (open_chain(&pairs, steering)?, Base::open(base)?, options.parse()?);
         let total = if is_back { bytes_of(base.checkpoint()) } else { bytes_of(&Chain::new(base.checkpoint(), &pairs)?) };
         Ok((pairs, base, options, total))
     })?;
@@ -204,7 +215,7 @@ pub fn apply(
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    let (pairs, base) = run(py, None, 0, |steering| Ok((open_each(&pairs, steering)?, Base::open(base)?)))?;
+    let (pairs, base) = run(py, None, 0, |steering| Ok((open_chain(&pairs, steering)?, Base::open(base)?)))?;
     let last = pairs.last().ok_or_else(|| errors::to_python(py, &Error::InvalidArgument("no pair is given".into())))?;
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
     let total = last.index().tensors().filter(|tensor| is_wanted(tensor.name)).map(|tensor| tensor.bytes()).sum();

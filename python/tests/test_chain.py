@@ -158,9 +158,12 @@ def test_damage_of_one_pair_names_it(chain: Chain, tmp_path: Path) -> None:
     index = bytearray((tmp_path / "bad.tpde-index").read_bytes())
     index[-1] ^= 1
     (tmp_path / "bad.tpde-index").write_bytes(index)
-    with pytest.raises(tpde.Invalid) as invalid:
-        tpde.apply(pairs, tmp_path / "never", base=chain.files[0])
-    assert invalid.value.pair is not None and invalid.value.pair.endswith("bad")
+    for make in (tpde.apply, tpde.fold, tpde.revert):
+        with pytest.raises(tpde.Step) as opened:
+            make(pairs, tmp_path / "never", base=chain.files[0])
+        assert opened.value.number == 2 and opened.value.pair.endswith("bad")
+        cause = opened.value.__cause__
+        assert isinstance(cause, tpde.Invalid) and cause.rule == "index.digest"
 
 
 def test_bases_of_another_dtype(tmp_path: Path) -> None:

@@ -157,6 +157,9 @@ def apply_(
     opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
     entries = device_pair._entries() if device_pair is not None else list(map(Entry._make, opened.tensors()))
     missing = [entry.name for entry in entries if entry.name not in tensors]
+    if missing and strict and len(missing) == len(entries) and tensors:
+        ours = next(iter(tensors))
+        raise InvalidArgument(f"no tensor of the pair is among the given ones: the pair has {missing[0]!r}, given is {ours!r}")
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InvalidArgument(f"the pair changes tensor {missing[0]!r}{more}, which is missing (strict=False skips it)")

@@ -50,7 +50,8 @@ fn find(tensor: &Tensor<'_>, base: &dyn Checkpoint, what: &str, name: &str, dtyp
         let expected = format!("{what} {} of {dtype} {shape:?}", Escaped(name));
         Rule::BaseTensor.broken(expected, found).in_tensor(tensor.name)
     };
-    let base_index = base.find(name).ok_or_else(|| broken(&"none"))?;
+    let absent = if base.tensors().is_empty() { "a base without tensors" } else { "none" };
+    let base_index = base.find(name).ok_or_else(|| broken(&absent))?;
     let info = &base.tensors()[base_index];
     if info.dtype != dtype || info.shape != shape {
         return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));

@@ -26,7 +26,7 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
     Rule::HeaderVersionMajor.check_eq(VERSION_MAJOR, header.version_major)?;
     Rule::HeaderHeaderSize.check_eq(INDEX_HEADER_SIZE, header.header_size)?;
     let crc = crc32fast::hash(&bytes[..INDEX_HEADER_CRC_SPAN]);
-    Rule::HeaderCrc32.check(crc == header.header_crc32, format_args!("{crc:08x}"), format_args!("{:08x}", header.header_crc32))?;
+    Rule::HeaderCrc32.check(crc == header.header_crc32, format_args!("{:08x}", header.header_crc32), format_args!("{crc:08x}"))?;
     let unknown = header.required_features & !KNOWN_REQUIRED_FEATURES;
     Rule::HeaderRequiredFeatures.check(unknown == 0, "no unknown bit", format_args!("{unknown:#x}"))?;
     check_features(&header)?;
@@ -96,7 +96,7 @@ fn check_sections(header: &IndexHeader) -> Result<()> {
     Rule::HeaderIndexSize.check_eq(size.unwrap_or(u64::MAX), header.index_size)
 }
 
-/// The pair digest that the bytes of an index should end with; `None` if there are too few bytes.
+/// The hash of an index without its last bytes, which store it as the pair digest; `None` if there are too few bytes.
 pub(super) fn pair_digest(bytes: &[u8]) -> Option<[u8; 32]> {
     let body = bytes.len().checked_sub(PAIR_DIGEST_SIZE as usize)?;
     Some(*crate::digest::of(&bytes[..body]).as_bytes())
@@ -105,7 +105,7 @@ pub(super) fn pair_digest(bytes: &[u8]) -> Option<[u8; 32]> {
 /// Step 2. `digest` is the [`pair_digest`] of `bytes`.
 pub(super) fn check_digest(bytes: &[u8], digest: &[u8; 32]) -> Result<()> {
     let stored = &bytes[bytes.len() - PAIR_DIGEST_SIZE as usize..];
-    Rule::IndexDigest.check(digest == stored, hex(digest), hex(stored))
+    Rule::IndexDigest.check(digest == stored, hex(stored), hex(digest))
 }
 
 /// First half of step 3.

@@ -40,7 +40,7 @@ pub(super) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
         return refuse(io::ErrorKind::InvalidInput, "it is not a regular file"); // a rename could replace /dev/null
     }
     if !replace {
-        return Err(Error::io("create", path, io::Error::new(io::ErrorKind::AlreadyExists, "it exists (force replaces it)")));
+        return Err(Error::io("create", path, io::Error::new(io::ErrorKind::AlreadyExists, "it exists")));
     }
     Ok(Some(metadata.permissions().mode() & 0o777))
 }

@@ -112,6 +112,7 @@ fn a_chain_that_does_not_fit_is_refused_with_its_step() {
             let error = place.fails(&line, DATA, &format!("step {step} of the chain"));
             assert_eq!((&error["step"], &error["kind"]), (&step.into(), &kind.into()), "{line}: {error}");
             assert_eq!(error["tensor"].is_string(), kind == "wrong_base", "{error}");
+            assert_eq!(error["hint"].as_str().unwrap().contains("order"), step > 1, "{error}");
         }
     }
     place.edit("p2.tpde-blob", |blob| *blob.get_mut(70).unwrap() ^= 1);
@@ -120,6 +121,13 @@ fn a_chain_that_does_not_fit_is_refused_with_its_step() {
         assert_eq!((&error["rule"], &error["step"]), (&"payload.crc32".into(), &2.into()), "{line}: {error}");
         assert!(error["hint"].as_str().unwrap().contains("fetch it again"), "{error}");
     }
+    place.edit("p2.tpde-index", |index| *index.get_mut(300).unwrap() ^= 1);
+    for line in verbs("p1 p2 p3") {
+        let error = place.fails(&line, DATA, "step 2 of the chain, p2: index.digest");
+        assert_eq!((&error["pair"], &error["step"]), (&"p2".into(), &2.into()), "{line}: {error}");
+    }
+    place.fails("apply v1.safetensors p2 -o x", DATA, "apply p2 to x: index.digest");
+    place.fails("fold v0.safetensors p1 p2 -o x", DATA, "fold 2 pairs to x: step 2 of the chain, p2: index.digest");
     place.fails("fold v0.safetensors p1 -o p1 --force", USAGE, "is the same as input");
     place.fails("fold v0.safetensors -o x", USAGE, "required");
     place.fails("apply v0.safetensors -o x", USAGE, "required");
