@@ -42,7 +42,10 @@ fuzz_target!(|data: &[u8]| {
     if let Some(shortcut) = checked(Shortcut::parse(data, &object)) {
         let written = serde_json::to_vec(&shortcut).expect("a shortcut can be written");
         assert_eq!(Shortcut::parse(&written, &object).expect("what was written can be read"), shortcut);
-        assert_eq!(names::of_shortcut(&object), Some((shortcut.to.branch.as_str(), shortcut.to.number)));
+        assert_eq!(names::of_shortcut(&object), {
+            let ends = [&shortcut.to, &shortcut.from].map(|end| (end.branch.as_str(), end.number));
+            Some((ends[0], ends[1]))
+        });
         check_reference(&shortcut.from);
         check_pair(&shortcut.pair);
     }
@@ -51,7 +54,7 @@ fuzz_target!(|data: &[u8]| {
         if let Ok((branch, number)) = names::version(text) {
             check_below(&names::manifest(branch, number.unwrap_or(0)));
         }
-        for name in [names::of_manifest(text), names::of_mark(text), names::of_shortcut(text)].into_iter().flatten() {
+        for name in [names::of_manifest(text), names::of_mark(text), names::of_deletion(text), names::of_shortcut(text).map(|ends| ends.0)].into_iter().flatten() {
             assert!(text.contains(name.0) && names::check_branch(name.0).is_ok());
             check_below(text);
         }

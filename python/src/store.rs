@@ -224,7 +224,7 @@ impl Store {
             if wanted.is_some() {
                 options = options.tensors(&is_wanted);
             }
-            Ok(described(&store.get(&found.name(), &path, &options)?))
+            Ok(described(&store.get(&found.name(), &path, &options)?.version))
         });
         match raised.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(raised) => Err(raised),
@@ -243,6 +243,11 @@ impl Store {
     /// The versions of a branch, the newest first.
     fn log(&self, py: Python<'_>, branch: &str) -> PyResult<Vec<String>> {
         self.call(py, None, 0, |store, _| Ok(store.log(branch)?.iter().map(described).collect()))
+    }
+
+    /// The versions of a branch from a number on, in ascending order; none if there is no such branch.
+    fn since(&self, py: Python<'_>, branch: &str, start: u64) -> PyResult<Vec<String>> {
+        self.call(py, None, 0, |store, _| Ok(store.since(branch, start)?.iter().map(described).collect()))
     }
 
     fn branches(&self, py: Python<'_>) -> PyResult<Vec<String>> {

@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from . import _tpde
-from ._errors import InvalidArgument, NoVersion
+from ._errors import InvalidArgument
 from ._memory import describe_all
 from ._paths import StrPath, is_path, options, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
@@ -75,6 +75,8 @@ class VerifyReport:
     bytes: int
     #: Versions that are damaged, with the first fault of each.
     faults: dict[str, str]
+    #: Shortcuts that are damaged, with the first fault of each. Readers leave them out, and :meth:`Store.fold` makes them anew.
+    shortcuts: dict[str, str]
     #: Versions that need a checkpoint which is not in the store. Only their own pairs and files were checked.
     external: list[str]
 
@@ -410,10 +412,7 @@ class Store:
         """
         _text(branch, "branch")
         while True:
-            try:
-                new = [version for version in reversed(self.log(branch)) if version.number >= start]
-            except NoVersion:
-                new = []
+            new = [report(Version, text) for text in self._store.since(branch, max(start, 0))]
             for version in new:
                 yield version
                 start = version.number + 1

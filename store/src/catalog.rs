@@ -1,37 +1,150 @@
-//! The versions of a store, read branch by branch.
+//! The versions of a store. A branch is listed once, and its manifests are read when they are needed.
 
 use crate::error::{Error, Result};
 use crate::manifest::{Content, MAX_MANIFEST, Reference, Shortcut, Version};
 use crate::names::{self, BRANCHES, MAX_NUMBER, SHORTCUTS};
-use crate::remote::Remote;
+use crate::remote::{self, IN_FLIGHT, Remote};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
 
 /// A branch: the versions behind its last deletion, without those that were pruned. The others may be gone.
-#[derive(Default)]
 pub(crate) struct Branch {
+    name: String,
     /// All manifests that there are, by number.
-    manifests: BTreeMap<u64, Version>,
+    manifests: BTreeMap<u64, Manifest>,
     /// Numbers of the versions that were pruned.
     pruned: BTreeSet<u64>,
+    /// Numbers of the manifests that are marked as deletions.
+    marked: BTreeSet<u64>,
     /// Number of the first version behind the last deletion.
     begin: u64,
+    /// Number of manifests that the next read takes.
+    ahead: usize,
+}
+
+/// A manifest, as far as it is known.
+enum Manifest {
+    Listed(remote::Entry),
+    Read(Box<Version>),
+}
+
+impl Manifest {
+    fn version(&self) -> Option<&Version> {
+        match self {
+            Self::Listed(_) => None,
+            Self::Read(version) => Some(version),
+        }
+    }
 }
 
 impl Branch {
-    fn new(manifests: BTreeMap<u64, Version>, pruned: BTreeSet<u64>) -> Self {
-        let deletion = manifests.values().rfind(|version| version.content == Content::Deleted);
-        Self { begin: deletion.map_or(0, |deletion| deletion.number + 1), manifests, pruned }
+    /// A branch from a list of its objects, which may lack those of versions before `from`. Reads its newest manifest, and those that
+    /// are marked as deletions.
+    fn new(remote: &Remote, name: &str, listed: Vec<remote::Entry>, from: u64) -> Result<Self> {
+        let (manifests, pruned, marked) = (BTreeMap::new(), BTreeSet::new(), BTreeSet::new());
+        let mut branch = Self { name: name.to_owned(), manifests, pruned, marked, begin: 0, ahead: 1 };
+        let number = |found: Option<(&str, u64)>| found.filter(|found| found.0 == name).map(|(_, number)| number);
+        for entry in listed {
+            if let Some(number) = number(names::of_mark(&entry.name)) {
+                branch.pruned.insert(number);
+            } else if let Some(number) = number(names::of_deletion(&entry.name)) {
+                branch.marked.insert(number);
+            } else if let Some(number) = number(names::of_manifest(&entry.name)) {
+                branch.manifests.insert(number, Manifest::Listed(entry));
+            }
+        }
+        // A list may lack the newest manifests, so the numbers behind its last one are tried too.
+        let mut next = branch.next_number().max(from);
+        let get = |number: u64| remote.get(names::manifest(name, number), None, MAX_MANIFEST);
+        let mut request = get(next);
+        branch.read(remote, branch.manifests.keys().next_back().copied())?;
+        while let Some(bytes) = request.wait()?? {
+            branch.insert(next, &bytes)?;
+            if next == MAX_NUMBER {
+                break;
+            }
+            next += 1;
+            request = get(next);
+        }
+        // A mark is made before its deletion, which then may not happen.
+        for number in branch.marked.clone().into_iter().rev() {
+            if number < branch.begin {
+                break;
+            }
+            branch.read(remote, [number])?;
+        }
+        Ok(branch)
     }
 
-    /// The versions, in ascending order of number.
-    pub fn versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
-        self.manifests.range(self.begin..).map(|(_, version)| version).filter(|version| !self.pruned.contains(&version.number))
+    fn insert(&mut self, number: u64, bytes: &[u8]) -> Result<()> {
+        let version = Version::parse(bytes, &names::manifest(&self.name, number), &self.name, number)?;
+        if version.content == Content::Deleted {
+            self.begin = self.begin.max(number + 1);
+        }
+        self.manifests.insert(number, Manifest::Read(Box::new(version)));
+        Ok(())
     }
 
-    /// All manifests but deletions, in ascending order of number: also of versions that were pruned, or whose branch was deleted.
-    pub fn all_versions(&self) -> impl DoubleEndedIterator<Item = &Version> {
-        self.manifests.values().filter(|version| version.content != Content::Deleted)
+    /// Reads those of the manifests of these numbers that are there and were not read.
+    fn read(&mut self, remote: &Remote, numbers: impl IntoIterator<Item = u64>) -> Result<()> {
+        let listed = |number| match self.manifests.get(&number) {
+            Some(Manifest::Listed(entry)) => Some((number, entry.clone())),
+            _ => None,
+        };
+        let missing: Vec<_> = numbers.into_iter().filter_map(listed).collect();
+        Remote::each(
+            missing,
+            |(_, entry)| remote.get_listed(entry, MAX_MANIFEST),
+            |(number, _), bytes| {
+                match bytes {
+                    Some(bytes) => self.insert(number, &bytes)?,
+                    // One that was deleted since it was listed is no error.
+                    None => _ = self.manifests.remove(&number),
+                }
+                Ok(())
+            },
+        )
+    }
+
+    /// The manifest of a number, if it is there. Searches go from a version to those before it, so these are read along: one, then
+    /// two, four, and at most as many as there are requests at the same time.
+    fn at(&mut self, remote: &Remote, number: u64) -> Result<Option<&Version>> {
+        if let Some(Manifest::Listed(_)) = self.manifests.get(&number) {
+            let listed = |(number, manifest): (&u64, &Manifest)| match manifest {
+                Manifest::Listed(entry) if !self.pruned.contains(number) => Some((*number, entry.clone())),
+                _ => None,
+            };
+            let before = self.manifests.range(self.begin.min(number)..number).rev().filter_map(listed).take(self.ahead - 1);
+            let requests: Vec<_> = before.map(|(number, entry)| (number, remote.get_listed(&entry, MAX_MANIFEST))).collect();
+            self.ahead = (2 * self.ahead).min(IN_FLIGHT);
+            self.read(remote, [number])?;
+            for (number, request) in requests {
+                // What is wrong with one that is not needed does not matter.
+                if let Ok(Some(bytes)) = request.wait()? {
+                    let _ = self.insert(number, &bytes);
+                }
+            }
+        }
+        Ok(self.manifests.get(&number).and_then(Manifest::version))
+    }
+
+    /// The newest versions, at most `count`, in ascending order of number.
+    fn newest(&mut self, remote: &Remote, count: usize) -> Result<Vec<Version>> {
+        let numbers: Vec<u64> = self.numbers().rev().take(count).collect();
+        self.read(remote, numbers.iter().copied())?;
+        let read = numbers.iter().rev().filter(|number| self.is_live(**number));
+        Ok(read.filter_map(|number| self.manifests[number].version().cloned()).collect())
+    }
+
+    /// Numbers of the versions that can be named, in ascending order.
+    fn numbers(&self) -> impl DoubleEndedIterator<Item = u64> {
+        self.manifests.range(self.begin..).map(|(number, _)| *number).filter(|number| !self.pruned.contains(number))
+    }
+
+    /// Number of the newest version; `None` if there is no such branch.
+    pub fn head(&self) -> Option<u64> {
+        self.numbers().next_back()
     }
 
     /// Whether the version of this number can be named.
@@ -39,45 +152,74 @@ impl Branch {
         number >= self.begin && self.manifests.contains_key(&number) && !self.pruned.contains(&number)
     }
 
+    /// Number of the manifest that is written next. Numbers of deleted versions are not used again.
+    pub fn next_number(&self) -> u64 {
+        self.manifests.keys().next_back().map_or(0, |last| last + 1)
+    }
+
+    /// The error for a version that cannot be named.
+    fn no_version(&self, number: u64) -> Error {
+        let named = |number: u64| format!("{}@{number}", self.name);
+        let version = named(number);
+        if number < self.begin || !self.pruned.contains(&number) {
+            return Error::NoVersion { version };
+        }
+        let before = self.numbers().rfind(|kept| *kept < number);
+        let after = self.numbers().find(|kept| *kept > number);
+        Error::Pruned { version, kept: before.into_iter().chain(after).map(named).collect() }
+    }
+
     /// Numbers of the versions that were pruned. Their manifests may be gone.
     pub fn pruned(&self) -> &BTreeSet<u64> {
         &self.pruned
     }
 
-    /// The versions behind the last deletion that were pruned and are still there, in ascending order of number.
-    pub fn pruned_versions(&self) -> impl Iterator<Item = &Version> {
-        self.manifests.range(self.begin..).map(|(_, version)| version).filter(|version| self.pruned.contains(&version.number))
-    }
-
-    /// The error for a version that cannot be named.
-    fn no_version(&self, branch: &str, number: u64) -> Error {
-        let version = format!("{branch}@{number}");
-        if number < self.begin || !self.pruned.contains(&number) {
-            return Error::NoVersion { version };
-        }
-        let before = self.versions().rfind(|kept| kept.number < number);
-        let after = self.versions().find(|kept| kept.number > number);
-        Error::Pruned { version, kept: before.into_iter().chain(after).map(Version::name).collect() }
-    }
-
-    /// The newest version; `None` if there is no such branch.
-    pub fn head(&self) -> Option<&Version> {
-        self.versions().next_back()
-    }
-
-    /// Number of the manifest that is written next. Numbers of deleted versions are not used again.
-    pub fn next_number(&self) -> u64 {
-        self.manifests.keys().next_back().map_or(0, |last| last + 1)
+    /// Numbers of the manifests that are marked as deletions.
+    pub fn marked(&self) -> impl Iterator<Item = &u64> {
+        self.marked.iter()
     }
 
     /// Number of the last deletion.
     pub fn deletion(&self) -> Option<u64> {
         self.begin.checked_sub(1)
     }
+}
+
+/// A branch all of whose manifests were read.
+#[derive(Clone, Copy)]
+pub(crate) struct Whole<'a>(&'a Branch);
+
+impl<'a> Whole<'a> {
+    fn range(self, from: u64) -> impl DoubleEndedIterator<Item = &'a Version> {
+        self.0.manifests.range(from..).filter_map(|(_, manifest)| manifest.version())
+    }
+
+    /// The versions, in ascending order of number.
+    pub fn versions(self) -> impl DoubleEndedIterator<Item = &'a Version> {
+        self.range(self.0.begin).filter(move |version| !self.0.pruned.contains(&version.number))
+    }
+
+    /// All manifests but deletions, in ascending order of number: also of versions that were pruned, or whose branch was deleted.
+    pub fn all_versions(self) -> impl DoubleEndedIterator<Item = &'a Version> {
+        self.range(0).filter(|version| version.content != Content::Deleted)
+    }
+
+    /// The versions behind the last deletion that were pruned and are still there, in ascending order of number.
+    pub fn pruned_versions(self) -> impl Iterator<Item = &'a Version> {
+        self.range(self.0.begin).filter(move |version| self.0.pruned.contains(&version.number))
+    }
 
     /// The manifests before the last deletion, deletions among them.
-    pub fn deleted(&self) -> impl Iterator<Item = &Version> {
-        self.manifests.range(..self.begin.saturating_sub(1)).map(|(_, version)| version)
+    pub fn deleted(self) -> impl Iterator<Item = &'a Version> {
+        self.range(0).take_while(move |version| version.number + 1 < self.0.begin)
+    }
+}
+
+impl Deref for Whole<'_> {
+    type Target = Branch;
+
+    fn deref(&self) -> &Branch {
+        self.0
     }
 }
 
@@ -87,92 +229,162 @@ pub(crate) struct Catalog<'a> {
     branches: BTreeMap<String, Branch>,
     /// The shortcuts to versions, by branch and number.
     shortcuts: BTreeMap<(String, u64), Vec<Shortcut>>,
-    /// Names of the objects in which the shortcuts to versions of a branch are.
-    listed: BTreeMap<String, Vec<String>>,
+    /// The objects in which the shortcuts to versions of a branch are.
+    listed: BTreeMap<String, Vec<remote::Entry>>,
+    /// Shortcuts to these versions whose manifests are not valid.
+    damaged: Vec<(String, Error)>,
 }
 
 impl<'a> Catalog<'a> {
     pub fn new(remote: &'a Remote) -> Self {
-        Self { remote, branches: BTreeMap::new(), shortcuts: BTreeMap::new(), listed: BTreeMap::new() }
+        let (branches, shortcuts, listed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Self { remote, branches, shortcuts, listed, damaged: Vec::new() }
+    }
+
+    fn branch_mut(&mut self, name: &str) -> Result<&mut Branch> {
+        match self.branches.entry(name.to_owned()) {
+            Entry::Occupied(read) => Ok(read.into_mut()),
+            Entry::Vacant(new) => {
+                let listed = self.remote.list(&format!("{BRANCHES}/{name}"))?;
+                Ok(new.insert(Branch::new(self.remote, name, listed, 0)?))
+            }
+        }
     }
 
     /// A branch. It has no versions if there is none of this name.
     pub fn branch(&mut self, name: &str) -> Result<&Branch> {
-        match self.branches.entry(name.to_owned()) {
-            Entry::Occupied(read) => Ok(read.into_mut()),
-            Entry::Vacant(new) => Ok(new.insert(read_branch(self.remote, name)?)),
-        }
+        Ok(self.branch_mut(name)?)
     }
 
-    /// All branches.
-    pub fn all(&mut self) -> Result<&BTreeMap<String, Branch>> {
-        let listed = self.remote.list(BRANCHES)?;
-        let names: BTreeSet<_> = listed.iter().filter_map(|entry| names::of_manifest(&entry.name)).map(|(name, _)| name).collect();
-        for name in names {
-            self.branch(name)?;
-        }
-        Ok(&self.branches)
+    /// A branch, with all its manifests.
+    pub fn whole(&mut self, name: &str) -> Result<Whole<'_>> {
+        let remote = self.remote;
+        let branch = self.branch_mut(name)?;
+        branch.read(remote, branch.manifests.keys().copied().collect::<Vec<_>>())?;
+        Ok(Whole(branch))
     }
 
-    /// All shortcuts, whether or not the versions are still there.
-    pub fn all_shortcuts(&mut self) -> Result<Vec<Shortcut>> {
-        let listed = self.remote.list(SHORTCUTS)?;
-        let names = listed.into_iter().map(|entry| entry.name).filter(|name| names::of_shortcut(name).is_some());
-        let mut shortcuts = Vec::new();
-        let start = |name: &String| self.remote.get(name.clone(), None, MAX_MANIFEST);
-        Remote::each(names, start, |name, bytes| {
-            // One that was deleted since it was listed is no error.
-            shortcuts.extend(bytes.map(|bytes| Shortcut::parse(&bytes, &name)).transpose()?);
-            Ok(())
-        })?;
-        Ok(shortcuts)
+    /// The newest versions of a branch, at most `count`, in ascending order of number.
+    pub fn newest(&mut self, name: &str, count: usize) -> Result<Vec<Version>> {
+        let remote = self.remote;
+        self.branch_mut(name)?.newest(remote, count)
+    }
+
+    /// The versions of a branch from number `from` on, in ascending order. Those before are not even listed.
+    pub fn since(&self, name: &str, from: u64) -> Result<Vec<Version>> {
+        let listed = self.remote.list_after(&format!("{BRANCHES}/{name}"), Some(&names::before(name, from)))?;
+        Branch::new(self.remote, name, listed, from)?.newest(self.remote, usize::MAX)
+    }
+
+    /// Lists all branches, and returns their names.
+    fn list(&mut self) -> Result<Vec<String>> {
+        let mut listed: BTreeMap<String, Vec<remote::Entry>> = BTreeMap::new();
+        for entry in self.remote.list(BRANCHES)? {
+            let of = names::of_manifest(&entry.name).or(names::of_mark(&entry.name)).or(names::of_deletion(&entry.name));
+            if let Some((name, _)) = of {
+                listed.entry(name.to_owned()).or_default().push(entry);
+            }
+        }
+        let names = listed.keys().cloned().collect();
+        for (name, listed) in listed {
+            if let Entry::Vacant(new) = self.branches.entry(name) {
+                let branch = Branch::new(self.remote, new.key(), listed, 0)?;
+                new.insert(branch);
+            }
+        }
+        Ok(names)
+    }
+
+    /// All branches, with all their manifests.
+    pub fn all(&mut self) -> Result<BTreeMap<&str, Whole<'_>>> {
+        for name in self.list()? {
+            self.whole(&name)?;
+        }
+        Ok(self.branches.iter().map(|(name, branch)| (name.as_str(), Whole(branch))).collect())
+    }
+
+    /// The newest versions of all branches, in ascending order of the names.
+    pub fn heads(&mut self) -> Result<Vec<Version>> {
+        let mut heads = Vec::new();
+        for name in self.list()? {
+            heads.extend(self.newest(&name, 1)?);
+        }
+        Ok(heads)
+    }
+
+    /// The newest version of a branch; `None` if there is no such branch.
+    pub fn head(&mut self, name: &str) -> Result<Option<Version>> {
+        Ok(self.newest(name, 1)?.pop())
     }
 
     /// The version that `text` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
     pub fn find(&mut self, text: &str) -> Result<Version> {
         let (name, number) = names::version(text)?;
-        let branch = self.branch(name)?;
-        let Some(number) = number else {
-            return branch.head().cloned().ok_or_else(|| Error::NoVersion { version: text.to_owned() });
-        };
-        let found = branch.manifests.get(&number).filter(|_| branch.is_live(number));
-        found.cloned().ok_or_else(|| branch.no_version(name, number))
+        let remote = self.remote;
+        let no_version = || Error::NoVersion { version: text.to_owned() };
+        let Some(number) = number else { return self.head(name)?.ok_or_else(no_version) };
+        let branch = self.branch_mut(name)?;
+        if branch.is_live(number) {
+            branch.read(remote, [number])?;
+        }
+        // Once more, because it may be gone since it was listed.
+        if !branch.is_live(number) {
+            return Err(branch.no_version(number));
+        }
+        branch.manifests.get(&number).and_then(Manifest::version).cloned().ok_or_else(no_version)
     }
 
     /// The version that `reference` means, if it is still there. It may be pruned, or its branch deleted.
     pub fn at(&mut self, reference: &Reference) -> Result<Option<Version>> {
-        let manifests = &self.branch(&reference.branch)?.manifests;
-        Ok(manifests.get(&reference.number).filter(|version| version.id == reference.id).cloned())
+        let remote = self.remote;
+        let found = self.branch_mut(&reference.branch)?.at(remote, reference.number)?;
+        Ok(found.filter(|version| version.id == reference.id).cloned())
     }
 
-    /// Whether a version can be named.
-    pub fn is_live(&mut self, reference: &Reference) -> Result<bool> {
-        let branch = self.branch(&reference.branch)?;
-        Ok(branch.is_live(reference.number)
-            && branch.manifests.get(&reference.number).is_some_and(|version| version.id == reference.id))
+    /// All shortcuts, whether or not the versions are still there.
+    pub fn all_shortcuts(&mut self) -> Result<Vec<Shortcut>> {
+        let listed = self.remote.list(SHORTCUTS)?.into_iter();
+        let mut shortcuts = Vec::new();
+        let start = |entry: &remote::Entry| self.remote.get_listed(entry, MAX_MANIFEST);
+        Remote::each(listed.filter(|entry| names::of_shortcut(&entry.name).is_some()), start, |entry, bytes| {
+            // One that was deleted since it was listed is no error.
+            shortcuts.extend(bytes.map(|bytes| Shortcut::parse(&bytes, &entry.name)).transpose()?);
+            Ok(())
+        })?;
+        Ok(shortcuts)
     }
 
-    /// The shortcuts to a version.
+    /// Names of the manifests of all shortcuts.
+    pub fn shortcut_names(&self) -> Result<Vec<String>> {
+        Ok(self.remote.list(SHORTCUTS)?.into_iter().map(|entry| entry.name).collect())
+    }
+
+    /// Whether there is a manifest with the name of this shortcut, among those of a branch whose shortcuts were looked at.
+    pub fn shortcut_exists(&self, shortcut: &Shortcut) -> bool {
+        let object = shortcut.object();
+        self.listed.get(&shortcut.to.branch).is_some_and(|listed| listed.iter().any(|entry| entry.name == object))
+    }
+
+    /// The shortcuts to a version. Those whose manifests are not valid are left out: [`Catalog::damaged`] has them.
     pub fn shortcuts(&mut self, to: &Version) -> Result<&[Shortcut]> {
         let listed = match self.listed.entry(to.branch.clone()) {
             Entry::Occupied(listed) => listed.into_mut(),
-            Entry::Vacant(new) => {
-                let listed = self.remote.list(&format!("{SHORTCUTS}/{}", to.branch))?;
-                new.insert(listed.into_iter().map(|entry| entry.name).collect())
-            }
+            Entry::Vacant(new) => new.insert(self.remote.list(&format!("{SHORTCUTS}/{}", to.branch))?),
         };
         match self.shortcuts.entry((to.branch.clone(), to.number)) {
             Entry::Occupied(read) => Ok(read.into_mut()),
             Entry::Vacant(new) => {
                 let below = names::shortcuts(&to.branch, to.number);
-                let names = listed.iter().filter(|name| name.starts_with(&below) && names::of_shortcut(name).is_some());
+                let first = listed.partition_point(|entry| entry.name < below);
+                let here = listed[first..].iter().take_while(|entry| entry.name.starts_with(&below));
                 let mut shortcuts = Vec::new();
-                let start = |name: &&String| self.remote.get((*name).clone(), None, MAX_MANIFEST);
-                Remote::each(names, start, |name, bytes| {
+                let start = |entry: &&remote::Entry| self.remote.get_listed(entry, MAX_MANIFEST);
+                Remote::each(here.filter(|entry| names::of_shortcut(&entry.name).is_some()), start, |entry, bytes| {
                     // One that was deleted since it was listed is no error.
-                    if let Some(bytes) = bytes {
-                        let shortcut = Shortcut::parse(&bytes, name)?;
-                        shortcuts.extend((shortcut.to.id == to.id).then_some(shortcut));
+                    match bytes.map(|bytes| Shortcut::parse(&bytes, &entry.name)) {
+                        Some(Ok(shortcut)) => shortcuts.extend((shortcut.to.id == to.id).then_some(shortcut)),
+                        Some(Err(error)) => self.damaged.push((entry.name.clone(), error)),
+                        None => {}
                     }
                     Ok(())
                 })?;
@@ -180,37 +392,9 @@ impl<'a> Catalog<'a> {
             }
         }
     }
-}
 
-/// Reads one manifest; `None` if it does not exist.
-pub(crate) fn read_version(remote: &Remote, branch: &str, number: u64) -> Result<Option<Version>> {
-    let object = names::manifest(branch, number);
-    let bytes = remote.get(object.clone(), None, MAX_MANIFEST).wait()??;
-    bytes.map(|bytes| Version::parse(&bytes, &object, branch, number)).transpose()
-}
-
-/// Reads all manifests of a branch. A list may lack the newest ones, so the numbers behind its last one are tried too.
-fn read_branch(remote: &Remote, name: &str) -> Result<Branch> {
-    let listed = remote.list(&format!("{BRANCHES}/{name}"))?;
-    let is_here = |found: &(&str, u64)| found.0 == name;
-    let numbers = listed.iter().filter_map(|entry| names::of_manifest(&entry.name)).filter(is_here);
-    let pruned = listed.iter().filter_map(|entry| names::of_mark(&entry.name)).filter(is_here);
-    let pruned = pruned.map(|(_, number)| number).collect();
-    let mut versions = BTreeMap::new();
-    let start = |number: &u64| remote.get(names::manifest(name, *number), None, MAX_MANIFEST);
-    Remote::each(numbers.map(|(_, number)| number), start, |number, bytes| {
-        // One that was deleted since it was listed is no error.
-        if let Some(bytes) = bytes {
-            versions.insert(number, Version::parse(&bytes, &names::manifest(name, number), name, number)?);
-        }
-        Ok(())
-    })?;
-    let mut next = versions.keys().next_back().map_or(0, |last| last + 1);
-    while next <= MAX_NUMBER
-        && let Some(version) = read_version(remote, name, next)?
-    {
-        versions.insert(next, version);
-        next += 1;
+    /// The manifests of shortcuts that are not valid, among those that were read.
+    pub fn damaged(&self) -> &[(String, Error)] {
+        &self.damaged
     }
-    Ok(Branch::new(versions, pruned))
 }

@@ -16,6 +16,9 @@ use tpde::{BaseKind, FileSource, OpenOptions, Pair, Rectangle, Tensor, Validated
 const GAP: u64 = 1 << 20;
 /// The bytes of a blob's header (spec section 11).
 const HEADER: Range<u64> = 0..64;
+/// Endings of the files of a pair.
+const INDEX: &str = "tpde-index";
+const BLOB: &str = "tpde-blob";
 /// Maximum size of an index that is read into memory.
 const MAX_INDEX: u64 = 16 << 30;
 
@@ -44,10 +47,6 @@ pub(crate) fn each_segment(remote: &Remote, stored: &Stored, mut done: impl FnMu
         offset += segment.bytes;
         (offset - segment.bytes, *segment)
     });
-    fetch(remote, placed.collect(), &mut done)
-}
-
-fn fetch(remote: &Remote, placed: Vec<(u64, Segment)>, done: &mut dyn FnMut(u64, Vec<u8>) -> Result<()>) -> Result<()> {
     let start = |(_, segment): &(u64, Segment)| remote.get(names::object(&segment.digest), None, MAX_SEGMENT);
     Remote::each(placed, start, |(offset, segment), found| done(offset, check_segment(&segment, found)?))
 }
@@ -55,12 +54,41 @@ fn fetch(remote: &Remote, placed: Vec<(u64, Segment)>, done: &mut dyn FnMut(u64,
 /// Writes a stored file to `path`. Segments that the file has already, from an interrupted call, are not read again. The
 /// caller syncs the file if that matters.
 pub(crate) fn to_file(remote: &Remote, stored: &Stored, path: &Path, watch: &dyn Watch) -> Result<()> {
+    to_files(remote, &[(stored, path.to_owned())], watch).map_err(|failed| failed.error)
+}
+
+/// An error of reading one of several files or pairs.
+pub(crate) struct Failed {
+    /// Which one.
+    pub at: usize,
+    pub error: Error,
+}
+
+/// [`to_file`] for several files: segments of all of them are read at the same time.
+fn to_files(remote: &Remote, files: &[(&Stored, PathBuf)], watch: &dyn Watch) -> Result<(), Failed> {
+    let mut missing = Vec::new();
+    for (at, (stored, path)) in files.iter().enumerate() {
+        let found = missing_segments(stored, path).map_err(|error| Failed { at, error })?;
+        missing.extend(found.into_iter().map(|(offset, segment)| (at, offset, segment)));
+    }
+    let mut last = 0;
+    let start = |(_, _, segment): &(usize, u64, Segment)| remote.get(names::object(&segment.digest), None, MAX_SEGMENT);
+    let written = Remote::each(missing, start, |(at, offset, segment), found| {
+        last = at;
+        let bytes = check_segment(&segment, found)?;
+        watch.done(0)?;
+        let path = &files[at].1;
+        open(path)?.write_all_at(&bytes, offset).map_err(|e| Error::io("write", path, e))
+    });
+    written.map_err(|error| Failed { at: last, error })
+}
+
+/// Gives a file the size of the stored one, and returns the segments that it lacks, with their offsets.
+fn missing_segments(stored: &Stored, path: &Path) -> Result<Vec<(u64, Segment)>> {
     let file = open(path)?;
     let held = file.metadata().map_err(|e| Error::io("look at", path, e))?.len();
     file.set_len(stored.bytes).map_err(|e| Error::io("write", path, e))?;
-    let mut missing = Vec::new();
-    let mut offset = 0;
-    let mut buffer = Vec::new();
+    let (mut missing, mut offset, mut buffer) = (Vec::new(), 0, Vec::new());
     for segment in &stored.segments {
         let mut is_held = false;
         if offset + segment.bytes <= held {
@@ -73,10 +101,7 @@ pub(crate) fn to_file(remote: &Remote, stored: &Stored, path: &Path, watch: &dyn
         }
         offset += segment.bytes;
     }
-    fetch(remote, missing, &mut |offset, bytes| {
-        watch.done(0)?;
-        file.write_all_at(&bytes, offset).map_err(|e| Error::io("write", path, e))
-    })
+    Ok(missing)
 }
 
 fn open(path: &Path) -> Result<File> {
@@ -120,28 +145,40 @@ impl Cache<'_> {
         Ok(Pair::open_with(self.stem(pair), &OpenOptions::default().expect(pair.digest.0), &|_| {})?)
     }
 
+    fn path(&self, pair: &StoredPair, ending: &str) -> PathBuf {
+        self.stem(pair).with_extension(ending)
+    }
+
     /// The index of a pair.
     pub fn index(&self, pair: &StoredPair) -> Result<ValidatedIndex> {
-        let path = self.stem(pair).with_extension("tpde-index");
-        to_file(self.remote, &pair.index, &path, self.watch)?;
-        let bytes = FileSource::open(&path)?.read_all("size of the index", MAX_INDEX)?;
+        to_file(self.remote, &pair.index, &self.path(pair, INDEX), self.watch)?;
+        self.read_index(pair)
+    }
+
+    fn read_index(&self, pair: &StoredPair) -> Result<ValidatedIndex> {
+        let bytes = FileSource::open(self.path(pair, INDEX))?.read_all("size of the index", MAX_INDEX)?;
         Ok(ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?)
     }
 
     /// A pair with all its payloads.
     pub fn whole(&self, pair: &StoredPair) -> Result<Pair<FileSource>> {
-        to_file(self.remote, &pair.index, &self.stem(pair).with_extension("tpde-index"), self.watch)?;
-        to_file(self.remote, &pair.blob, &self.stem(pair).with_extension("tpde-blob"), self.watch)?;
-        self.open(pair)
+        Ok(self.all_whole(&[pair]).map_err(|failed| failed.error)?.remove(0))
     }
 
-    /// A pair with the payloads of the tensors and parts that are wanted. Other payloads are zeros, and reading them is an error.
-    /// Payloads that an earlier call has read are not read again. Returns also what the wanted ones are made from.
-    fn partial(&self, pair: &StoredPair, is_wanted: &dyn Fn(&Tensor<'_>) -> bool) -> Result<(Pair<FileSource>, Bases)> {
-        let index = self.index(pair)?;
+    /// Pairs with all their payloads.
+    fn all_whole(&self, pairs: &[&StoredPair]) -> Result<Vec<Pair<FileSource>>, Failed> {
+        let files: Vec<_> =
+            pairs.iter().flat_map(|pair| [(&pair.index, self.path(pair, INDEX)), (&pair.blob, self.path(pair, BLOB))]).collect();
+        to_files(self.remote, &files, self.watch).map_err(|failed| Failed { at: failed.at / 2, ..failed })?;
+        pairs.iter().enumerate().map(|(at, pair)| self.open(pair).map_err(|error| Failed { at, error })).collect()
+    }
+
+    /// The wanted payloads of a pair that are not in its blob here, and what the wanted tensors are made from.
+    fn wanted(&self, pair: &StoredPair, is_wanted: &dyn Fn(&Tensor<'_>) -> bool) -> Result<(Wanted, Bases)> {
+        let index = self.read_index(pair)?;
         let held = self.held(pair);
         let mut scratch = Vec::new();
-        let mut ranges: Vec<_> = held.is_none().then_some(HEADER).into_iter().collect();
+        let mut wanted = Wanted { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
         let mut bases = Bases::default();
         for tensor in index.tensors().filter(is_wanted) {
             for (number, chunk) in tensor.chunks().map(|number| (number, index.chunk(number))) {
@@ -149,61 +186,95 @@ impl Cache<'_> {
                 let mut is_held = || held.as_ref().is_some_and(|held| held.payload(number, &mut scratch).is_ok());
                 if chunk.compressed_size > 0 && !is_held() {
                     let end = chunk.blob_offset + u64::from(chunk.compressed_size).next_multiple_of(16);
-                    ranges.push(chunk.blob_offset..end);
+                    wanted.ranges.push(chunk.blob_offset..end);
+                    wanted.chunks.push(number);
                 }
             }
             bases.add(&tensor);
         }
-        self.ranges(&pair.blob, &ranges, &self.stem(pair).with_extension("tpde-blob"))?;
-        Ok((self.open(pair)?, bases))
+        Ok((wanted, bases))
+    }
+
+    /// Pairs with the payloads of the wanted tensors and parts of the last one, and of what these are made from in the pairs before.
+    /// Other payloads are zeros, and reading them is an error. Payloads that an earlier call has read are not read again.
+    fn all_partial(&self, pairs: &[&StoredPair], is_wanted: &dyn Fn(&Tensor<'_>) -> bool) -> Result<Vec<Pair<FileSource>>, Failed> {
+        let indexes: Vec<_> = pairs.iter().map(|pair| (&pair.index, self.path(pair, INDEX))).collect();
+        to_files(self.remote, &indexes, self.watch)?;
+        let mut wanted: Vec<Wanted> = Vec::new();
+        let mut bases: Option<Bases> = None;
+        for (at, pair) in pairs.iter().enumerate().rev() {
+            let is_wanted = |tensor: &Tensor<'_>| bases.as_ref().map_or_else(|| is_wanted(tensor), |bases| bases.have(tensor));
+            let (ranges, next) = self.wanted(pair, &is_wanted).map_err(|error| Failed { at, error })?;
+            bases = Some(next);
+            wanted.push(ranges);
+        }
+        wanted.reverse();
+        self.ranges(pairs, &wanted)?;
+        let open = |(at, (pair, wanted)): (usize, (&&StoredPair, Wanted))| {
+            let open = || {
+                let (opened, mut scratch) = (self.open(pair)?, Vec::new());
+                for chunk in wanted.chunks {
+                    opened.payload(chunk, &mut scratch)?;
+                }
+                Ok(opened)
+            };
+            open().map_err(|error| Failed { at, error })
+        };
+        pairs.iter().zip(wanted).enumerate().map(open).collect()
     }
 
     /// The pair, if an earlier call has read its blob or ranges of it.
     fn held(&self, pair: &StoredPair) -> Option<Pair<FileSource>> {
-        let blob = self.stem(pair).with_extension("tpde-blob");
-        let is_here = blob.metadata().is_ok_and(|blob| blob.len() == pair.blob.bytes);
+        let is_here = self.path(pair, BLOB).metadata().is_ok_and(|blob| blob.len() == pair.blob.bytes);
         if is_here { self.open(pair).ok() } else { None }
     }
 
-    /// Writes ranges of a stored file to `path`. Payloads are compared with their digests when they are decoded.
-    fn ranges(&self, stored: &Stored, ranges: &[Range<u64>], path: &Path) -> Result<()> {
-        let file = open(path)?;
-        file.set_len(stored.bytes).map_err(|e| Error::io("write", path, e))?;
-        let start = |(_, segment, range): &(u64, Segment, Range<u64>)| {
+    /// Writes ranges of blobs to their files.
+    fn ranges(&self, pairs: &[&StoredPair], wanted: &[Wanted]) -> Result<(), Failed> {
+        let mut requests = Vec::new();
+        for (at, (pair, wanted)) in pairs.iter().zip(wanted).enumerate() {
+            let path = self.path(pair, BLOB);
+            let set = |file: File| file.set_len(pair.blob.bytes).map_err(|e| Error::io("write", &path, e));
+            open(&path).and_then(set).map_err(|error| Failed { at, error })?;
+            requests
+                .extend(cut(&pair.blob, &wanted.ranges).into_iter().map(|(offset, segment, range)| (at, offset, segment, range)));
+        }
+        let mut last = 0;
+        let start = |(_, _, segment, range): &(usize, u64, Segment, Range<u64>)| {
             self.remote.get(names::object(&segment.digest), Some(range.clone()), MAX_SEGMENT)
         };
-        Remote::each(cut(stored, ranges), start, |(offset, segment, range), found| {
+        let written = Remote::each(requests, start, |(at, offset, segment, range), found| {
+            last = at;
             self.watch.done(0)?;
             let bytes = found.unwrap_or_default();
             if bytes.len() as u64 != range.end - range.start {
                 let expected = format!("bytes {range:?} of {}", segment.bytes);
                 return Err(Error::Damaged { digest: segment.digest, expected, found: format!("{} bytes", bytes.len()) });
             }
-            file.write_all_at(&bytes, offset + range.start).map_err(|e| Error::io("write", path, e))
-        })
+            let path = self.path(pairs[at], BLOB);
+            open(&path)?.write_all_at(&bytes, offset + range.start).map_err(|e| Error::io("write", &path, e))
+        });
+        written.map_err(|error| Failed { at: last, error })
     }
+}
+
+/// What is read of a blob: ranges, and the chunks whose payloads are in them.
+struct Wanted {
+    ranges: Vec<Range<u64>>,
+    chunks: Vec<u32>,
 }
 
 /// Reads the pairs of a route from the store: whole, or with the payloads of wanted tensors and parts, and of what these are made
 /// from in the pairs before.
 pub(crate) fn fetch_pairs(
     cache: &Cache<'_>,
-    route: &[StoredPair],
+    pairs: &[&StoredPair],
     is_wanted: Option<&dyn Fn(&Tensor<'_>) -> bool>,
-) -> Result<Vec<Pair<FileSource>>> {
-    let Some(is_wanted) = is_wanted else {
-        return route.iter().map(|pair| cache.whole(pair)).collect();
-    };
-    let mut pairs = Vec::new();
-    let mut bases: Option<Bases> = None;
-    for pair in route.iter().rev() {
-        let wanted = |tensor: &Tensor<'_>| bases.as_ref().map_or_else(|| is_wanted(tensor), |bases| bases.have(tensor));
-        let (opened, next) = cache.partial(pair, &wanted)?;
-        bases = Some(next);
-        pairs.push(opened);
+) -> Result<Vec<Pair<FileSource>>, Failed> {
+    match is_wanted {
+        Some(is_wanted) => cache.all_partial(pairs, is_wanted),
+        None => cache.all_whole(pairs),
     }
-    pairs.reverse();
-    Ok(pairs)
 }
 
 /// Cuts ranges of a file at its segments, after joining those with small gaps. Gives the offset of the segment in the file, the

@@ -8,7 +8,9 @@ use crate::manifest::{Content, Reference, SHORTCUT_SCHEMA, Shortcut, Version};
 use crate::names;
 use crate::prefix::{NOBODY, Prefix, now, resolve};
 use crate::put::{Base, temporary, upload_pair};
-use crate::route::{self, Have, Route, Source, Start};
+use crate::reach::{is_damage, reach};
+use crate::route::{self, Have, Source, Start};
+use crate::verify::check;
 use serde::Serialize;
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -69,28 +71,32 @@ pub struct PruneReport {
 pub(crate) fn fold(prefix: &Prefix, from: &str, to: &str, options: &FoldOptions<'_>) -> Result<Shortcut> {
     let mut catalog = Catalog::new(&prefix.remote);
     let (from, to) = (catalog.find(from)?, catalog.find(to)?);
-    if let Some(shortcut) = catalog.shortcuts(&to)?.iter().find(|shortcut| shortcut.from == from.reference()) {
-        return Ok(shortcut.clone());
+    let folder = temporary()?;
+    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
+    let made = catalog.shortcuts(&to)?.iter().find(|shortcut| shortcut.from == from.reference()).cloned();
+    if let Some(shortcut) = &made {
+        match check(&cache, &to, &shortcut.pair) {
+            Ok(()) => return Ok(shortcut.clone()),
+            Err(error) if is_damage(&error) => {}
+            Err(error) => return Err(error),
+        }
     }
     let invalid = |reason: &str| Err(Error::InvalidArgument(format!("{} {reason} {}", to.name(), from.name())));
     let is_from = |at: &Reference| *at == from.reference();
-    let Some(route) = route::find_if_any(&mut catalog, &to, Start::From(&is_from))? else {
+    let Some(route) = route::find_without(&mut catalog, &to, Start::From(&is_from), &[])? else {
         return invalid("does not derive from");
     };
-    if route.pairs.is_empty() {
+    if route.steps.is_empty() {
         return invalid("has the tensors of");
     }
-    let folder = temporary()?;
-    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
     let have = resolve(&mut catalog, &options.have)?;
-    Fold { from, to, route }.write(prefix, &mut catalog, &cache, &have, options)
+    Fold { from, to }.write(prefix, &mut catalog, &cache, &have, options)
 }
 
-/// A shortcut to make: `route` leads from one version to another.
+/// A shortcut to make.
 struct Fold {
     from: Version,
     to: Version,
-    route: Route,
 }
 
 impl Fold {
@@ -103,9 +109,14 @@ impl Fold {
         options: &FoldOptions<'_>,
     ) -> Result<Shortcut> {
         let begin = Instant::now();
-        let base = Base::open(cache, &route::find(catalog, &self.from, Start::Get(have))?, have)?;
+        let base = Base::reach(catalog, cache, &self.from, have)?;
         let base = base.chain()?;
-        let pairs = self.route.pairs.iter().map(|pair| cache.whole(pair)).collect::<Result<Vec<_>>>()?;
+        let reference = self.from.reference();
+        let is_from = |at: &Reference| *at == reference;
+        let (pairs, _) = reach(catalog, cache, &self.to, Start::From(&is_from), None, |_, pairs| {
+            Chain::new(&base, &pairs)?;
+            Ok(pairs)
+        })?;
         let chain = Chain::new(&base, &pairs)?;
         let encode = Encode::fold(&chain).options(options.encode.clone().payload_digests(true)).watch(cache.watch);
         let (index, pair) = upload_pair(prefix, encode)?;
@@ -113,6 +124,10 @@ impl Fold {
         check_pair(&self.to, &index)?;
         let (from, to) = (self.from.reference(), self.to.reference());
         let shortcut = Shortcut { schema: SHORTCUT_SCHEMA.into(), from, to, pair, created: now() };
+        // One that is there is damaged: nobody calls this for another.
+        if catalog.shortcut_exists(&shortcut) {
+            prefix.remote.delete(&shortcut.object())?;
+        }
         prefix.publish_shortcut(&shortcut, begin)?;
         Ok(shortcut)
     }
@@ -133,7 +148,7 @@ pub(crate) fn prune(prefix: &Prefix, branch: &str, keep_every: u64, options: &Fo
         // Folding may take long, while other writers continue. So the versions to mark are chosen from the state after it.
         let begin = Instant::now();
         let mut catalog = Catalog::new(&prefix.remote);
-        let plan = Plan::new(&mut catalog, branch, keep_every, &made)?;
+        let plan = Plan::new(&mut catalog, &cache, branch, keep_every, &made)?;
         if plan.folds.is_empty() {
             for version in &plan.cut {
                 cache.watch.done(0)?;
@@ -166,31 +181,60 @@ struct Plan {
 impl Plan {
     /// Keeps the head, anchors, versions whose number is a multiple of `keep_every`, and those at which other branches begin.
     /// `made` are shortcuts that exist, from one version to another: a list may lack them.
-    fn new(catalog: &mut Catalog<'_>, name: &str, keep_every: u64, made: &HashSet<(Reference, Reference)>) -> Result<Self> {
+    fn new(
+        catalog: &mut Catalog<'_>,
+        cache: &Cache<'_>,
+        name: &str,
+        keep_every: u64,
+        made: &HashSet<(Reference, Reference)>,
+    ) -> Result<Self> {
         let mut others: HashSet<Reference> = HashSet::new();
-        for (_, branch) in catalog.all()?.iter().filter(|(other, _)| *other != name) {
+        for (_, branch) in catalog.all()?.into_iter().filter(|(other, _)| *other != name) {
             others.extend(branch.all_versions().filter_map(|version| version.parent.clone()));
         }
-        let shortcuts = catalog.all_shortcuts()?.into_iter();
-        others.extend(shortcuts.filter(|shortcut| shortcut.to.branch != name).map(|shortcut| shortcut.from));
-        let branch = catalog.branch(name)?;
-        let head = branch.head().ok_or_else(|| Error::NoVersion { version: name.to_owned() })?.number;
+        // By the names of their manifests, which may be damaged.
+        let mut starts: HashSet<u64> = HashSet::new();
+        for object in catalog.shortcut_names()? {
+            if let Some(((to, _), (from, number))) = names::of_shortcut(&object)
+                && to != name
+                && from == name
+            {
+                starts.insert(number);
+            }
+        }
+        let branch = catalog.whole(name)?;
+        let head = branch.head().ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
         let is_kept = |version: &Version| {
             version.number.is_multiple_of(keep_every)
                 || version.number == head
                 || matches!(version.content, Content::Whole(_) | Content::External { .. })
                 || others.contains(&version.reference())
+                || starts.contains(&version.number)
         };
         let (kept, cut): (Vec<Version>, Vec<Version>) = branch.versions().cloned().partition(is_kept);
         let gone: HashSet<Reference> = cut.iter().chain(branch.pruned_versions()).map(Version::reference).collect();
 
         let mut folds = Vec::new();
         for to in kept.iter().filter(|version| matches!(version.content, Content::Difference(_) | Content::Same)) {
-            let bases = catalog.shortcuts(to)?.iter().map(|shortcut| &shortcut.from).chain(&to.parent);
-            let bases: Vec<_> = bases.filter(|base| !gone.contains(*base)).cloned().collect();
             let mut has_base = made.iter().any(|(from, made)| *made == to.reference() && !gone.contains(from));
-            for base in bases {
-                has_base |= catalog.at(&base)?.is_some();
+            if let Some(parent) = to.parent.as_ref().filter(|parent| !gone.contains(*parent)) {
+                has_base |= catalog.at(parent)?.is_some();
+            }
+            let is_parent_here = match &to.parent {
+                Some(parent) => catalog.at(parent)?.is_some(),
+                None => false,
+            };
+            for shortcut in catalog.shortcuts(to)?.to_vec() {
+                if has_base || gone.contains(&shortcut.from) || catalog.at(&shortcut.from)?.is_none() {
+                    continue;
+                }
+                // What it replaces goes only if it is sound. Once that is gone, it could not be made anew.
+                has_base = !is_parent_here
+                    || match check(cache, to, &shortcut.pair) {
+                        Ok(()) => true,
+                        Err(error) if is_damage(&error) => false,
+                        Err(error) => return Err(error),
+                    };
             }
             if has_base {
                 continue;
@@ -199,8 +243,8 @@ impl Plan {
             let route = route::find(catalog, to, Start::From(&stays))?;
             let Source::Version(from) = &route.source else { continue };
             // A version with the same tensors, and no pair in between: nothing to fold. What it needs stays.
-            if !route.pairs.is_empty() {
-                folds.push(Fold { from: (**from).clone(), to: to.clone(), route });
+            if !route.steps.is_empty() {
+                folds.push(Fold { from: (**from).clone(), to: to.clone() });
             }
         }
         Ok(Self { kept: kept.len() as u64, cut, folds })

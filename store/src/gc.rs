@@ -1,6 +1,6 @@
 //! `gc`: removes what no version needs.
 
-use crate::catalog::{Branch, Catalog};
+use crate::catalog::{Catalog, Whole};
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::manifest::{Content, Reference, Shortcut, Version};
@@ -70,9 +70,16 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
             }
         }
         stay.extend(branch.versions().map(|version| (version.reference(), version.clone())));
+        // A mark of a deletion that did not happen, or of an older one. One without a manifest may belong to a running call.
+        for number in branch.marked().filter(|number| Some(**number) != branch.deletion()) {
+            let mark = names::deletion(name, *number);
+            if *number < branch.next_number() || old.contains(&mark) {
+                remote.delete(&mark)?;
+            }
+        }
         // Marks of versions before the deletion have no effect any more.
         for number in branch.pruned().range(..branch.deletion().unwrap_or(0)) {
-            if !stay.keys().any(|at| at.branch == *name && at.number == *number) {
+            if !stay.keys().any(|at| at.branch == name && at.number == *number) {
                 remote.delete(&names::mark(name, *number))?;
             }
         }
@@ -123,7 +130,7 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
 fn needed(catalog: &mut Catalog<'_>, shortcuts: &[Shortcut]) -> Result<HashSet<Reference>> {
     let branches = catalog.all()?;
     let all: HashMap<Reference, &Version> =
-        branches.values().flat_map(Branch::all_versions).map(|version| (version.reference(), version)).collect();
+        branches.values().copied().flat_map(Whole::all_versions).map(|version| (version.reference(), version)).collect();
     let mut before: HashMap<&Reference, Vec<&Reference>> = HashMap::new();
     for (reference, version) in &all {
         if let (Content::Difference(_) | Content::Same, Some(parent)) = (&version.content, &version.parent) {
@@ -136,7 +143,7 @@ fn needed(catalog: &mut Catalog<'_>, shortcuts: &[Shortcut]) -> Result<HashSet<R
     let before = |at: &Reference| before.get(at).into_iter().flatten().copied().filter(|base| all.contains_key(*base));
     let is_anchor = |at: &Reference| matches!(all[at].content, Content::Whole(_) | Content::External { .. });
 
-    let mut needed: HashSet<&Reference> = all.keys().filter(|at| branches[&at.branch].is_live(at.number)).collect();
+    let mut needed: HashSet<&Reference> = all.keys().filter(|at| branches[at.branch.as_str()].is_live(at.number)).collect();
     loop {
         let mut grounded: HashSet<&Reference> = needed.iter().copied().filter(|at| is_anchor(at)).collect();
         let mut after: HashMap<&Reference, Vec<&Reference>> = HashMap::new();

@@ -1,18 +1,17 @@
 //! `get`: rebuilds a version.
 
 use crate::catalog::Catalog;
-use crate::download::{Cache, fetch_pairs, to_file};
+use crate::download::{Cache, to_file};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
-use crate::prefix::{NOBODY, Prefix, resolve};
-use crate::put::{open_source, state};
-use crate::route::{self, Start};
+use crate::prefix::{NOBODY, Prefix, check_state, resolve};
+use crate::put::Base;
+use crate::reach::{LeftOut, reach};
+use crate::route::Start;
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use tpde::{
-    Apply, Chain, Checkpoint, Escaped, FileSource, MemoryCheckpoint, Pair, SafetensorsCheckpoint, Tensor, ValidatedIndex, Watch,
-};
+use tpde::{Apply, Escaped, Tensor, ValidatedIndex, Watch};
 
 /// Options of [`Store::get`](crate::Store::get).
 #[derive(Default)]
@@ -60,7 +59,17 @@ impl<'a> GetOptions<'a> {
     }
 }
 
-pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<Version> {
+/// What [`Store::get`](crate::Store::get) has done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GetReport {
+    /// The version.
+    pub version: Version,
+    /// Damaged pairs on cheaper ways, which were not used.
+    pub left_out: Vec<LeftOut>,
+}
+
+pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<GetReport> {
     let output = output.as_ref();
     let mut catalog = Catalog::new(&prefix.remote);
     let have = resolve(&mut catalog, &options.have)?;
@@ -69,7 +78,6 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
         let source = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
         return Err(Error::io("create", output, source));
     }
-    let route = route::find(&mut catalog, &version, Start::Get(&have))?;
     let own = own_cache(output, &version)?;
     let folder = options.cache.as_deref().unwrap_or(&own);
     fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
@@ -77,30 +85,23 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let cache = Cache { remote: &prefix.remote, folder, watch };
 
     let by_name = options.tensors.map(|is_wanted| move |tensor: &Tensor<'_>| is_wanted(tensor.name));
-    let pairs = fetch_pairs(&cache, &route.pairs, by_name.as_ref().map(|by_name| by_name as _))?;
-    let base = open_source(&route, &have)?;
-    rebuild(&cache, &version, base.as_ref(), &pairs, output, options.tensors)?;
+    let by_name = by_name.as_ref().map(|by_name| by_name as _);
+    let ((), left_out) = reach(&mut catalog, &cache, &version, Start::Get(&have), by_name, |route, pairs| {
+        rebuild(&cache, &version, &Base::open(route, &have, pairs)?, output, options.tensors)
+    })?;
     if options.cache.is_none() {
         // The output is complete. What stays of the cache is only in the way.
         let _ = fs::remove_dir_all(&own);
     }
-    Ok(version)
+    Ok(GetReport { version, left_out })
 }
 
-fn rebuild(
-    cache: &Cache<'_>,
-    version: &Version,
-    base: Option<&SafetensorsCheckpoint>,
-    pairs: &[Pair<FileSource>],
-    output: &Path,
-    tensors: Option<&dyn Fn(&str) -> bool>,
-) -> Result<()> {
-    let empty = MemoryCheckpoint::EMPTY;
-    let Some(last) = pairs.last() else {
+fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, output: &Path, tensors: Option<&dyn Fn(&str) -> bool>) -> Result<()> {
+    let Some(last) = base.last() else {
         return Err(Error::InvalidArgument(format!("{} is a checkpoint that the caller has", version.name())));
     };
     check_pair(version, last.index())?;
-    let chain = Chain::new(base.map_or(&empty as &dyn Checkpoint, |base| base), pairs)?.without_last();
+    let chain = base.chain()?.without_last();
     let apply = Apply::new(last).base(&chain).watch(cache.watch);
     if let Some(is_wanted) = tensors {
         let apply = apply.tensors(is_wanted);
@@ -138,13 +139,8 @@ fn rebuild(
 
 /// Checks that a pair is what the manifest of its version states: its tensors, and no file of the same name.
 pub(crate) fn check_pair(version: &Version, pair: &ValidatedIndex) -> Result<()> {
-    let (name, found) = (version.name(), state(pair));
-    if found != version.state {
-        return Err(Error::manifest(
-            &name,
-            format_args!("expected a pair whose target has state {}, found {found}", version.state),
-        ));
-    }
+    check_state(version, pair)?;
+    let name = version.name();
     if let Some(file) = version.files.first().filter(|_| is_one_file(pair)) {
         return Err(Error::manifest(&name, format_args!("file {} of a checkpoint that is one file", Escaped(&file.name))));
     }

@@ -53,12 +53,28 @@ pub struct Version {
     pub tensor_bytes: u64,
     /// How the tensors are stored.
     pub content: Content,
+    /// What leads to the version from the last anchor. Manifests of earlier writers lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since_anchor: Option<SinceAnchor>,
     /// Files beside the tensors, in ascending order of name.
     pub files: Vec<StoredFile>,
     /// Time of creation by the writer's clock, in seconds since 1970-01-01 UTC.
     pub created: u64,
     /// The user's own values.
     pub metadata: BTreeMap<String, String>,
+}
+
+/// The pairs that lead from an anchor to a version, from parent to child.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct SinceAnchor {
+    /// Number of pairs behind the anchor.
+    pub pairs: u64,
+    /// Their size in bytes.
+    pub bytes: u64,
+    /// Size of the anchor in bytes: of its pair, or if it is external, of its tensors.
+    pub anchor_bytes: u64,
 }
 
 /// A pair that leads from a version to a later one, past those in between.

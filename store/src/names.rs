@@ -34,6 +34,16 @@ pub(crate) fn mark(branch: &str, number: u64) -> String {
     format!("{BRANCHES}/{branch}/{number:010}.pruned")
 }
 
+/// The object whose existence says that the manifest of this number may be a deletion. So the list of a branch shows where it begins.
+pub(crate) fn deletion(branch: &str, number: u64) -> String {
+    format!("{BRANCHES}/{branch}/{number:010}.deleted")
+}
+
+/// The name before those of all objects of the versions of a branch from `number` on.
+pub(crate) fn before(branch: &str, number: u64) -> String {
+    format!("{BRANCHES}/{branch}/{number:010}")
+}
+
 /// Prefix of the shortcuts to a version.
 pub(crate) fn shortcuts(branch: &str, number: u64) -> String {
     format!("{SHORTCUTS}/{branch}/{number:010}/")
@@ -54,21 +64,27 @@ pub(crate) fn of_mark(object: &str) -> Option<(&str, u64)> {
     of_version(object, ".pruned", mark)
 }
 
+/// Branch and number of a manifest that may be a deletion.
+pub(crate) fn of_deletion(object: &str) -> Option<(&str, u64)> {
+    of_version(object, ".deleted", deletion)
+}
+
 fn of_version<'a>(object: &'a str, ending: &str, name: impl Fn(&str, u64) -> String) -> Option<(&'a str, u64)> {
     let (branch, file) = object.strip_prefix(BRANCHES)?.strip_prefix('/')?.split_once('/')?;
     let number: u64 = file.strip_suffix(ending)?.parse().ok()?;
     (number <= MAX_NUMBER && name(branch, number) == object && check_branch(branch).is_ok()).then_some((branch, number))
 }
 
-/// Branch and number of the version to which a shortcut leads.
-pub(crate) fn of_shortcut(object: &str) -> Option<(&str, u64)> {
+/// Branch and number of the version to which a shortcut leads, and of the one from which it does.
+pub(crate) fn of_shortcut(object: &str) -> Option<((&str, u64), (&str, u64))> {
     let (branch, rest) = object.strip_prefix(SHORTCUTS)?.strip_prefix('/')?.split_once('/')?;
     let (number, from) = rest.split_once('/')?;
     let number: u64 = number.parse().ok()?;
     let from = from.strip_suffix(".json")?;
     let (from_branch, Some(from_number)) = version(from).ok()? else { return None };
     let is_canonical = shortcut((branch, number), (from_branch, from_number)) == object;
-    (number <= MAX_NUMBER && is_canonical && check_branch(branch).is_ok()).then_some((branch, number))
+    let ends = ((branch, number), (from_branch, from_number));
+    (number <= MAX_NUMBER && is_canonical && check_branch(branch).is_ok()).then_some(ends)
 }
 
 /// Names of branches have ASCII letters, digits, `.`, `_` and `-`, and do not begin with `.`.

@@ -1,18 +1,17 @@
 //! Versions whose pairs are in a local folder, read without rebuilding them as files.
 
 use crate::catalog::Catalog;
-use crate::download::{Cache, fetch_pairs};
+use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::get::{GetOptions, check_pair};
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, resolve};
-use crate::put::{open_source, temporary};
-use crate::route::{self, Start};
+use crate::put::{Base, temporary};
+use crate::reach::{LeftOut, reach};
+use crate::route::Start;
 use std::collections::BTreeMap;
 use std::fs;
-use tpde::{Chain, Checkpoint, FileSource, MemoryCheckpoint, Pair, Rectangle, SafetensorsCheckpoint, Tensor};
-
-static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
+use tpde::{Chain, FileSource, Pair, Rectangle, Tensor};
 
 /// A version whose pairs were read from the store: [`Store::open_version`](crate::Store::open_version) makes it.
 ///
@@ -20,8 +19,8 @@ static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 /// read, and nothing is written.
 pub struct Opened {
     version: Version,
-    checkpoint: Option<SafetensorsCheckpoint>,
-    pairs: Vec<Pair<FileSource>>,
+    base: Base,
+    left_out: Vec<LeftOut>,
     /// Removed on drop.
     _folder: Option<tempfile::TempDir>,
 }
@@ -34,7 +33,12 @@ impl Opened {
 
     /// The pair that gives the version; `None` if it is a checkpoint that the caller has.
     pub fn last(&self) -> Option<&Pair<FileSource>> {
-        self.pairs.last()
+        self.base.last()
+    }
+
+    /// Damaged pairs on cheaper ways, which were not used.
+    pub fn left_out(&self) -> &[LeftOut] {
+        &self.left_out
     }
 
     /// The version as a checkpoint. [`Chain::without_last`] of it is the base of [`Opened::last`].
@@ -42,8 +46,7 @@ impl Opened {
     /// # Errors
     /// Those of [`Chain::new`].
     pub fn chain(&self) -> Result<Chain<'_, FileSource>> {
-        let base = self.checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint);
-        Ok(Chain::new(base, &self.pairs)?)
+        self.base.chain()
     }
 }
 
@@ -56,7 +59,6 @@ pub(crate) fn open_version(
     let mut catalog = Catalog::new(&prefix.remote);
     let have = resolve(&mut catalog, &options.have)?;
     let version = catalog.find(version)?;
-    let route = route::find(&mut catalog, &version, Start::Get(&have))?;
     let (folder, path) = match &options.cache {
         Some(cache) => (None, cache.clone()),
         None => {
@@ -79,10 +81,10 @@ pub(crate) fn open_version(
         (None, Some(by_name)) => Some(by_name as _),
         (None, None) => None,
     };
-    let pairs = fetch_pairs(&cache, &route.pairs, is_wanted)?;
-    if let Some(last) = pairs.last() {
-        check_pair(&version, last.index())?;
-    }
-    let checkpoint = open_source(&route, &have)?;
-    Ok(Opened { version, checkpoint, pairs, _folder: folder })
+    let (base, left_out) = reach(&mut catalog, &cache, &version, Start::Get(&have), is_wanted, |route, pairs| {
+        let base = Base::open(route, &have, pairs)?;
+        base.last().map_or(Ok(()), |last| check_pair(&version, last.index()))?;
+        Ok(base)
+    })?;
+    Ok(Opened { version, base, left_out, _folder: folder })
 }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
-use tpde::Watch;
+use tpde::{ValidatedIndex, Watch};
 
 /// Size of the segments of new files, in bytes.
 pub(crate) const SEGMENT_BYTES: usize = 32 << 20;
@@ -96,10 +96,30 @@ pub(crate) fn new_version(branch: &str, number: u64, parent: Option<&Version>) -
         tensors: 0,
         tensor_bytes: 0,
         content: Content::Same,
+        since_anchor: None,
         files: Vec::new(),
         created: now(),
         metadata: BTreeMap::new(),
     }
+}
+
+/// The digest of the tensors of the target of a pair.
+pub(crate) fn state(index: &ValidatedIndex) -> Digest {
+    let mut digest = [0; 32];
+    digest.copy_from_slice(index.target_root());
+    Digest(digest)
+}
+
+/// Checks that a pair gives the tensors of a version.
+pub(crate) fn check_state(version: &Version, pair: &ValidatedIndex) -> Result<()> {
+    let (expected, found) = (version.state, state(pair));
+    if found != expected {
+        return Err(Error::manifest(
+            &version.name(),
+            format_args!("expected a pair whose target has state {expected}, found {found}"),
+        ));
+    }
+    Ok(())
 }
 
 pub(crate) fn json(value: &impl Serialize) -> Result<Vec<u8>> {

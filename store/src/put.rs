@@ -2,11 +2,12 @@
 
 use crate::catalog::Catalog;
 use crate::digest::Digest;
-use crate::download::{Cache, fetch_pairs};
+use crate::download::Cache;
 use crate::error::{Error, Result};
-use crate::manifest::{Content, Stored, StoredFile, StoredPair, Version};
+use crate::manifest::{Content, SinceAnchor, Stored, StoredFile, StoredPair, Version};
 use crate::names;
-use crate::prefix::{NOBODY, Prefix, new_version, resolve};
+use crate::prefix::{NOBODY, Prefix, new_version, resolve, state};
+use crate::reach::reach;
 use crate::route::{self, Have, Route, Source, Start};
 use crate::upload::{Upload, take};
 use std::collections::{BTreeMap, HashSet};
@@ -129,8 +130,8 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
 /// The head of the branch, the parent of the next version, and that version without its content.
 fn next_version(catalog: &mut Catalog<'_>, options: &PutOptions<'_>) -> Result<(Option<Version>, Version)> {
     names::check_branch(&options.branch).map_err(Error::InvalidArgument)?;
-    let branch = catalog.branch(&options.branch)?;
-    let (head, number) = (branch.head().cloned(), branch.next_number());
+    let head = catalog.head(&options.branch)?;
+    let number = catalog.branch(&options.branch)?.next_number();
     let parent = match &options.parent {
         Some(version) => Some(catalog.find(version)?),
         None => head.clone(),
@@ -172,21 +173,24 @@ pub(crate) fn put_checkpoint(
             let pair = Encode::new(target).base(target).options(encode).watch(watch).to_memory()?.0;
             version.state = state(pair.index());
             version.content = Content::External { hint: hint.clone() };
+            version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: version.tensor_bytes });
             file_names(pair.index())
         }
         (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
-            let route = route::find(&mut catalog, parent, Start::Get(&have))?;
             let folder = temporary()?;
-            let base = Base::open(&Cache { remote: &prefix.remote, folder: folder.path(), watch }, &route, &have)?;
+            let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
+            let base = Base::reach(&mut catalog, &cache, parent, &have)?;
             let chain = base.chain()?;
             let (index, pair) = upload_pair(prefix, Encode::new(target).base(&chain).options(encode).watch(watch))?;
             version.state = state(&index);
+            version.since_anchor = behind(&mut catalog, parent, &pair)?;
             version.content = Content::Difference(pair);
             file_names(&index)
         }
         _ => {
             let (index, pair) = upload_pair(prefix, Encode::new(target).options(encode).watch(watch))?;
             version.state = state(&index);
+            version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: pair.bytes() });
             version.content = Content::Whole(pair);
             file_names(&index)
         }
@@ -216,36 +220,50 @@ pub(crate) fn put_pair(prefix: &Prefix, path: &Path, options: &PutOptions<'_>) -
         return Err(Error::InvalidArgument(reason.into()));
     }
     let is_whole = index.tensors().all(|tensor| tensor.base_kind == BaseKind::None);
-    if !is_whole {
-        let reason = || Error::InvalidArgument(format!("the pair has a base, and {} has no parent", version.name()));
-        let route = route::find(&mut catalog, parent.as_ref().ok_or_else(reason)?, Start::Get(&have))?;
-        check_fits(prefix, &route, &have, &pair, options.watch.unwrap_or(NOBODY))?;
+    let base = parent.as_ref().filter(|_| !is_whole);
+    match base {
+        Some(parent) => check_fits(prefix, &mut catalog, parent, &have, &pair, options.watch.unwrap_or(NOBODY))?,
+        None if is_whole => {}
+        None => {
+            let reason = format!("the pair has a base, and {} has no parent", version.name());
+            return Err(Error::InvalidArgument(reason));
+        }
     }
     version.tensors = index.tensors().map(|tensor| tensor.name).collect::<HashSet<_>>().len() as u64;
     version.tensor_bytes = index.tensor_bytes().1;
     version.state = state(index);
     let stored = upload_files(prefix, path)?;
+    version.since_anchor = match base {
+        Some(parent) => behind(&mut catalog, parent, &stored)?,
+        None => Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: stored.bytes() }),
+    };
     version.content = if is_whole { Content::Whole(stored) } else { Content::Difference(stored) };
     prefix.publish(&version, begin)?;
     Ok(version)
 }
 
-/// Checks that the base of a pair is what a route leads to. If both describe the same parts of tensors, the digests in the indexes
-/// say so. Otherwise the pair is decoded.
-fn check_fits(prefix: &Prefix, route: &Route, have: &Have, pair: &tpde::Pair<FileSource>, watch: &dyn Watch) -> Result<()> {
+/// Checks that the base of a pair is its parent. If both describe the same parts of tensors, the digests in the indexes say so.
+/// Otherwise the pair is decoded.
+fn check_fits(
+    prefix: &Prefix,
+    catalog: &mut Catalog<'_>,
+    parent: &Version,
+    have: &Have,
+    pair: &tpde::Pair<FileSource>,
+    watch: &dyn Watch,
+) -> Result<()> {
     let folder = temporary()?;
     let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
-    let checkpoint = open_source(route, have)?;
-    let base = checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint);
-    let before = fetch_pairs(&cache, &route.pairs, Some(&|_| false))?;
-    Chain::new(base, before.iter().chain([pair]))?;
+    let open = |route: &Route, pairs| Base::open(route, have, pairs);
+    let (base, _) = reach(catalog, &cache, parent, Start::Get(have), Some(&|_| false), open)?;
+    Chain::new(base.checkpoint(), base.pairs.iter().chain([pair]))?;
     let is_described = |tensor: Tensor<'_>| {
-        let of_base = before.iter().next_back().into_iter().flat_map(|last| last.index().entries(tensor.base_name));
+        let of_base = base.last().into_iter().flat_map(|last| last.index().entries(tensor.base_name));
         tensor.base_kind == BaseKind::Same && of_base.into_iter().any(|entry| entry.rectangle() == tensor.rectangle())
     };
     if !pair.index().tensors().filter(|tensor| tensor.base_kind != BaseKind::None).all(is_described) {
-        let before = fetch_pairs(&cache, &route.pairs, None)?;
-        Apply::new(pair).base(&Chain::new(base, &before)?).watch(watch).verify()?;
+        let base = Base::reach(catalog, &cache, parent, have)?;
+        Apply::new(pair).base(&base.chain()?).watch(watch).verify()?;
     }
     Ok(())
 }
@@ -265,12 +283,29 @@ pub(crate) fn upload_files(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
 
 /// Returns whether the store's rules require an anchor after `parent`.
 pub(crate) fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &Version) -> Result<bool> {
-    let Some(route) = route::find_if_any(catalog, parent, Start::Anchor)? else { return Ok(false) };
-    let (count, bytes, anchor) = route.since_anchor();
-    let is_long = prefix.rules.anchor_every > 0 && count + 1 >= prefix.rules.anchor_every;
-    let is_large =
-        prefix.rules.anchor_percent > 0 && u128::from(bytes) * 100 > u128::from(anchor) * u128::from(prefix.rules.anchor_percent);
+    let Some(SinceAnchor { pairs, bytes, anchor_bytes }) = since_anchor(catalog, parent)? else { return Ok(false) };
+    let is_long = prefix.rules.anchor_every > 0 && pairs.saturating_add(1) >= prefix.rules.anchor_every;
+    let percent = u128::from(prefix.rules.anchor_percent);
+    let is_large = percent > 0 && u128::from(bytes) * 100 > u128::from(anchor_bytes) * percent;
     Ok(is_long || is_large)
+}
+
+/// What leads to a version from the last anchor. If its manifest does not say so, its way is searched for.
+fn since_anchor(catalog: &mut Catalog<'_>, version: &Version) -> Result<Option<SinceAnchor>> {
+    match version.since_anchor {
+        Some(known) => Ok(Some(known)),
+        None => Ok(route::find_without(catalog, version, Start::Anchor, &[])?.map(|route| route.since_anchor())),
+    }
+}
+
+/// What leads to the version behind `parent` that is stored as `pair`.
+fn behind(catalog: &mut Catalog<'_>, parent: &Version, pair: &StoredPair) -> Result<Option<SinceAnchor>> {
+    let known = since_anchor(catalog, parent)?;
+    Ok(known.map(|known| SinceAnchor {
+        pairs: known.pairs.saturating_add(1),
+        bytes: known.bytes.saturating_add(pair.bytes()),
+        ..known
+    }))
 }
 
 /// Encodes a pair, and uploads its blob meanwhile.
@@ -301,9 +336,21 @@ pub(crate) fn temporary() -> Result<tempfile::TempDir> {
 }
 
 impl Base {
-    pub fn open(cache: &Cache<'_>, route: &Route, have: &Have) -> Result<Self> {
-        let pairs = route.pairs.iter().map(|pair| cache.whole(pair)).collect::<Result<_>>()?;
-        Ok(Self { checkpoint: open_source(route, have)?, pairs })
+    /// A version, read by the cheapest way.
+    pub fn reach(catalog: &mut Catalog<'_>, cache: &Cache<'_>, version: &Version, have: &Have) -> Result<Self> {
+        let (base, _) = reach(catalog, cache, version, Start::Get(have), None, |route, pairs| Self::open(route, have, pairs))?;
+        Ok(base)
+    }
+
+    /// What a route leads to, whose pairs were read.
+    pub fn open(route: &Route, have: &Have, pairs: Vec<tpde::Pair<FileSource>>) -> Result<Self> {
+        let base = Self { checkpoint: open_source(route, have)?, pairs };
+        base.chain()?;
+        Ok(base)
+    }
+
+    pub fn checkpoint(&self) -> &dyn Checkpoint {
+        self.checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint)
     }
 
     /// The pair that gives the version itself.
@@ -312,23 +359,15 @@ impl Base {
     }
 
     pub fn chain(&self) -> Result<Chain<'_, FileSource>> {
-        let base = self.checkpoint.as_ref().map_or(&EMPTY as &dyn Checkpoint, |checkpoint| checkpoint);
-        Ok(Chain::new(base, &self.pairs)?)
+        Ok(Chain::new(self.checkpoint(), &self.pairs)?)
     }
 }
 
 /// The checkpoint of the caller at which a route begins, if it does.
-pub(crate) fn open_source(route: &Route, have: &Have) -> Result<Option<SafetensorsCheckpoint>> {
+fn open_source(route: &Route, have: &Have) -> Result<Option<SafetensorsCheckpoint>> {
     let Source::Version(version) = &route.source else { return Ok(None) };
     let path = have.get(&(version.branch.clone(), version.number));
     Ok(path.map(SafetensorsCheckpoint::open).transpose()?)
-}
-
-/// The digest of the tensors of the target of a pair.
-pub(crate) fn state(index: &ValidatedIndex) -> Digest {
-    let mut digest = [0; 32];
-    digest.copy_from_slice(index.target_root());
-    Digest(digest)
 }
 
 fn file_names(index: &ValidatedIndex) -> HashSet<String> {

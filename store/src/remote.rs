@@ -5,12 +5,12 @@ use futures_util::TryStreamExt;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as ObjectPath;
 use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::runtime::Runtime;
 use tpde::Watch;
@@ -21,6 +21,9 @@ const ATTEMPTS: u32 = 4;
 const BACKOFF: Duration = Duration::from_millis(50);
 /// Number of concurrent requests.
 pub(crate) const IN_FLIGHT: usize = 8;
+
+/// Maximum size of the objects that are kept in memory.
+const KNOWN_BYTES: usize = 16 << 20;
 
 /// Interval at which a call that waits for a request asks its watcher whether to go on.
 const LOOK: Duration = Duration::from_millis(50);
@@ -42,6 +45,38 @@ struct Shared {
     location: String,
     /// Taken when the last handle is dropped.
     runtime: Option<Runtime>,
+    known: Arc<Mutex<Known>>,
+}
+
+/// Objects that were read, as long as a list shows that they are unchanged.
+#[derive(Default)]
+struct Known {
+    objects: HashMap<String, (Stamp, Arc<[u8]>)>,
+    /// Size of all objects. Above [`KNOWN_BYTES`], all are forgotten.
+    bytes: usize,
+}
+
+/// What a list says of an object: size, time, and the store's tag. It differs if the object was written again.
+type Stamp = (u64, i64, Option<String>);
+
+impl Known {
+    fn find(&self, name: &str, stamp: &Stamp) -> Option<Arc<[u8]>> {
+        self.objects.get(name).filter(|(known, _)| known == stamp).map(|(_, bytes)| bytes.clone())
+    }
+
+    fn add(&mut self, name: String, stamp: Stamp, bytes: Arc<[u8]>) {
+        if self.bytes + bytes.len() > KNOWN_BYTES {
+            *self = Self::default();
+        }
+        self.bytes += bytes.len();
+        if let Some((_, before)) = self.objects.insert(name, (stamp, bytes)) {
+            self.bytes -= before.len();
+        }
+    }
+}
+
+fn locked(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Shared {
@@ -53,13 +88,14 @@ impl Drop for Shared {
     }
 }
 
-/// Name, size and time of an object.
+/// An object, as a list shows it.
 #[derive(Debug, Clone)]
 pub(crate) struct Entry {
     pub name: String,
     pub bytes: u64,
     /// Milliseconds since 1970, by the store's clock.
     pub modified: i64,
+    stamp: Stamp,
 }
 
 /// A request that runs in the background.
@@ -120,7 +156,10 @@ impl Remote {
     pub fn new(store: Arc<dyn ObjectStore>, prefix: ObjectPath, location: &str) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tpde-store").enable_all().build();
         let runtime = Some(runtime.map_err(|e| Error::io("start", Path::new("the threads of the store"), e))?);
-        Ok(Self { shared: Arc::new(Shared { store, prefix, location: location.to_owned(), runtime }), watch: None })
+        Ok(Self {
+            shared: Arc::new(Shared { store, prefix, location: location.to_owned(), runtime, known: Arc::default() }),
+            watch: None,
+        })
     }
 
     /// The same object store. `watch` can end calls that wait for a request.
@@ -181,36 +220,50 @@ impl Remote {
     /// Reads an object of at most `limit` bytes, or the range `range` of it. `None` if there is no such object.
     pub fn get(&self, name: String, range: Option<Range<u64>>, limit: u64) -> Pending<Result<Option<Vec<u8>>>> {
         let (store, path) = (self.shared.store.clone(), self.path(&name));
+        self.start(async move { read(&store, &path, &name, range, limit).await })
+    }
+
+    /// Reads an object of at most `limit` bytes that a list has shown. It is read once, and again only after it was written again.
+    /// `None` if there is no such object any more.
+    pub fn get_listed(&self, entry: &Entry, limit: u64) -> Pending<Result<Option<Arc<[u8]>>>> {
+        let (known, name, stamp) = (self.shared.known.clone(), entry.name.clone(), entry.stamp.clone());
+        let (store, path) = (self.shared.store.clone(), self.path(&entry.name));
+        if let Some(bytes) = locked(&known).find(&name, &stamp) {
+            let (sender, result) = mpsc::channel();
+            let _ = sender.send(Ok(Some(bytes)));
+            return Pending { result, watch: self.watch.clone() };
+        }
         self.start(async move {
-            let read = || async {
-                let options = GetOptions { range: range.clone().map(GetRange::Bounded), ..GetOptions::default() };
-                let got = match store.get_opts(&path, options).await {
-                    Err(object_store::Error::NotFound { .. }) => return Ok(None),
-                    other => other?,
-                };
-                let size = got.range.end - got.range.start;
-                if size > limit {
-                    let source = format!("expected at most {limit} bytes, found {size}").into();
-                    return Err(object_store::Error::Generic { store: "tpde-store", source });
-                }
-                got.bytes().await.map(|bytes| Some(bytes.to_vec()))
-            };
-            repeated("read", &name, read).await
+            let bytes: Option<Arc<[u8]>> = read(&store, &path, &name, None, limit).await?.map(Into::into);
+            if let Some(bytes) = &bytes {
+                locked(&known).add(name, stamp, bytes.clone());
+            }
+            Ok(bytes)
         })
     }
 
     /// All objects below a prefix, in ascending order of name.
     pub fn list(&self, below: &str) -> Result<Vec<Entry>> {
+        self.list_after(below, None)
+    }
+
+    /// The objects below a prefix whose names come after `after`, in ascending order of name.
+    pub fn list_after(&self, below: &str, after: Option<&str>) -> Result<Vec<Entry>> {
         let (store, path, prefix) = (self.shared.store.clone(), self.path(below), self.shared.prefix.clone());
-        let below = below.to_owned();
+        let (below, after) = (below.to_owned(), after.map(|after| self.path(after)));
         let listed = self.start(async move {
-            let found = repeated("list", &below, || store.list(Some(&path)).try_collect::<Vec<_>>()).await?;
+            let list = || match &after {
+                Some(after) => store.list_with_offset(Some(&path), after),
+                None => store.list(Some(&path)),
+            };
+            let found = repeated("list", &below, || list().try_collect::<Vec<_>>()).await?;
             let name = |path: &ObjectPath| {
                 let parts: Vec<_> = path.prefix_match(&prefix)?.map(|part| part.as_ref().to_owned()).collect();
                 Some(parts.join("/"))
             };
             let entry = |meta: &object_store::ObjectMeta| {
-                Some(Entry { name: name(&meta.location)?, bytes: meta.size, modified: meta.last_modified.timestamp_millis() })
+                let (bytes, modified) = (meta.size, meta.last_modified.timestamp_millis());
+                Some(Entry { name: name(&meta.location)?, bytes, modified, stamp: (bytes, modified, meta.e_tag.clone()) })
             };
             let mut entries: Vec<_> = found.iter().filter_map(entry).collect();
             entries.sort_by(|a, b| a.name.cmp(&b.name));
@@ -252,6 +305,36 @@ impl Remote {
             done(item, request.wait()??)?;
         }
     }
+}
+
+/// Reads an object of at most `limit` bytes, or a range of it. `None` if there is no such object.
+async fn read(
+    store: &Arc<dyn ObjectStore>,
+    path: &ObjectPath,
+    name: &str,
+    range: Option<Range<u64>>,
+    limit: u64,
+) -> Result<Option<Vec<u8>>> {
+    let read = || async {
+        let options = GetOptions { range: range.clone().map(GetRange::Bounded), ..GetOptions::default() };
+        let got = match store.get_opts(path, options).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            // A range behind the end of an object is an error of the request, but the fault is in the object.
+            Err(error) => {
+                let Some(range) = &range else { return Err(error) };
+                let is_short = store.head(path).await.is_ok_and(|object| object.size < range.end);
+                return if is_short { Ok(Some(Vec::new())) } else { Err(error) };
+            }
+            Ok(got) => got,
+        };
+        let size = got.range.end - got.range.start;
+        if size > limit {
+            let source = format!("expected at most {limit} bytes, found {size}").into();
+            return Err(object_store::Error::Generic { store: "tpde-store", source });
+        }
+        got.bytes().await.map(|bytes| Some(bytes.to_vec()))
+    };
+    repeated("read", name, read).await
 }
 
 /// Whether a repetition cannot succeed.

@@ -39,7 +39,7 @@ pub struct PairReport {
 
 pub(crate) fn report(prefix: &Prefix, branch: &str) -> Result<Vec<VersionReport>> {
     let mut catalog = Catalog::new(&prefix.remote);
-    let versions: Vec<Version> = catalog.branch(branch)?.versions().cloned().collect();
+    let versions: Vec<Version> = catalog.whole(branch)?.versions().cloned().collect();
     if versions.is_empty() {
         return Err(Error::NoVersion { version: branch.to_owned() });
     }
@@ -59,8 +59,7 @@ pub(crate) fn report(prefix: &Prefix, branch: &str) -> Result<Vec<VersionReport>
             pairs.push(PairReport { from, is_shortcut, bytes: stored.bytes(), elements, changed });
         }
         let route = route::find(&mut catalog, &version, Start::Anchor)?;
-        let bytes = route.pairs.iter().fold(0u64, |sum, pair| sum.saturating_add(pair.bytes()));
-        reports.push(VersionReport { version, pairs, to_read: (route.pairs.len() as u64, bytes) });
+        reports.push(VersionReport { version, pairs, to_read: (route.steps.len() as u64, route.bytes()) });
     }
     Ok(reports)
 }

@@ -2,17 +2,42 @@
 
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
-use crate::manifest::{Content, Reference, StoredPair, Version};
+use crate::manifest::{Content, Reference, SinceAnchor, StoredPair, Version};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::fmt;
 use std::path::PathBuf;
 
 /// How a version is rebuilt: from a checkpoint that the caller has, or from nothing, by pairs.
 #[derive(Debug, Clone)]
 pub(crate) struct Route {
     pub source: Source,
-    /// The pairs, in the order in which they are applied.
-    pub pairs: Vec<StoredPair>,
+    /// The steps, in the order in which they are applied.
+    pub steps: Vec<Step>,
+}
+
+/// A pair on a route.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub pair: StoredPair,
+    /// The version that is the base of a shortcut; `None` for the pair of a version itself.
+    shortcut_from: Option<Reference>,
+    pub to: Reference,
+}
+
+impl Step {
+    pub fn is_shortcut(&self) -> bool {
+        self.shortcut_from.is_some()
+    }
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.shortcut_from {
+            Some(from) => write!(f, "the shortcut from {} to {}", from.name(), self.to.name()),
+            None => write!(f, "the pair of {}", self.to.name()),
+        }
+    }
 }
 
 /// Where a route begins.
@@ -52,78 +77,95 @@ type Cost = (u64, usize);
 /// The cheapest way to a version: the fewest bytes, then the fewest objects. Versions that were pruned, or
 /// whose branch was deleted, are used only if there is no other way, because `gc` may be removing them.
 ///
+/// Manifests are read backwards from the version, only of versions that are nearer to it than the start of the way.
+///
 /// # Errors
 /// [`Error::External`] or [`Error::Unreachable`] if there is none; the errors of reading manifests.
 pub(crate) fn find(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>) -> Result<Route> {
-    match find_if_any(catalog, version, start)? {
+    match find_without(catalog, version, start, &[])? {
         Some(route) => Ok(route),
         None => Err(why_not(catalog, version)?),
     }
 }
 
-/// [`find`], or `None` if there is no way.
-pub(crate) fn find_if_any(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>) -> Result<Option<Route>> {
-    match search(catalog, version, start, false)? {
-        None => search(catalog, version, start, true),
+/// [`find`], without these steps. `None` if there is no way.
+pub(crate) fn find_without(
+    catalog: &mut Catalog<'_>,
+    version: &Version,
+    start: Start<'_>,
+    without: &[Step],
+) -> Result<Option<Route>> {
+    match search(catalog, version, start, without, false)? {
+        None => search(catalog, version, start, without, true),
         found => Ok(found),
     }
 }
 
 impl Route {
     /// Number of pairs since the anchor, and their size in bytes; and the size of the anchor.
-    pub fn since_anchor(&self) -> (u64, u64, u64) {
-        let (anchor, rest) = match (&self.source, self.pairs.split_first()) {
-            (Source::Version(version), _) => (version.tensor_bytes, &self.pairs[..]),
-            (Source::Nothing, Some((whole, rest))) => (whole.bytes(), rest),
+    pub fn since_anchor(&self) -> SinceAnchor {
+        let (anchor_bytes, rest) = match (&self.source, self.steps.split_first()) {
+            (Source::Version(version), _) => (version.tensor_bytes, &self.steps[..]),
+            (Source::Nothing, Some((whole, rest))) => (whole.pair.bytes(), rest),
             (Source::Nothing, None) => (0, &[][..]),
         };
-        (rest.len() as u64, rest.iter().fold(0, |sum, pair| sum.saturating_add(pair.bytes())), anchor)
+        let bytes = rest.iter().fold(0, |sum: u64, step| sum.saturating_add(step.pair.bytes()));
+        SinceAnchor { pairs: rest.len() as u64, bytes, anchor_bytes }
+    }
+
+    /// Size of all pairs in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.steps.iter().fold(0, |sum, step| sum.saturating_add(step.pair.bytes()))
     }
 }
 
 /// Dijkstra's algorithm, from the version backwards.
-fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, all: bool) -> Result<Option<Route>> {
+fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, without: &[Step], all: bool) -> Result<Option<Route>> {
     let end = Place::Version(version.reference());
     let mut best: BTreeMap<Place, Cost> = BTreeMap::from([(end.clone(), (0, 0))]);
-    // The step behind a place: its pair, and where it leads.
-    let mut steps: BTreeMap<Place, (Option<StoredPair>, Place)> = BTreeMap::new();
+    // What leads on from a place: a step if there is a pair, and the place behind it.
+    let mut next: BTreeMap<Place, (Option<Step>, Place)> = BTreeMap::new();
     let mut open = BinaryHeap::from([Reverse(((0, 0), end))]);
     while let Some(Reverse((cost, place))) = open.pop() {
         if best.get(&place) != Some(&cost) {
             continue;
         }
         let at = match &place {
-            Place::Nothing(_) => return Ok(Some(Route { source: Source::Nothing, pairs: pairs(&steps, place) })),
+            Place::Nothing(_) => return Ok(Some(Route { source: Source::Nothing, steps: steps(&next, place) })),
             Place::Version(reference) => catalog.at(reference)?,
         };
         let Some(at) = at else { continue };
         if is_start(&at, start) {
-            return Ok(Some(Route { source: Source::Version(Box::new(at)), pairs: pairs(&steps, place) }));
+            return Ok(Some(Route { source: Source::Version(Box::new(at)), steps: steps(&next, place) }));
         }
-        let mut before: Vec<(Place, Option<StoredPair>)> = Vec::new();
+        let step = |pair: &StoredPair, shortcut_from| Step { pair: pair.clone(), shortcut_from, to: at.reference() };
+        let mut before: Vec<(Place, Option<Step>)> = Vec::new();
         match (&at.content, &at.parent) {
             (Content::Whole(pair), _) if !matches!(start, Start::From(_)) => {
-                before.push((Place::Nothing(at.reference()), Some(pair.clone())));
+                before.push((Place::Nothing(at.reference()), Some(step(pair, None))));
             }
-            (Content::Difference(pair), Some(parent)) => before.push((Place::Version(parent.clone()), Some(pair.clone()))),
+            (Content::Difference(pair), Some(parent)) => before.push((Place::Version(parent.clone()), Some(step(pair, None)))),
             (Content::Same, Some(parent)) => before.push((Place::Version(parent.clone()), None)),
             _ => {}
         }
         let shortcuts = catalog.shortcuts(&at)?.iter();
-        before.extend(shortcuts.map(|shortcut| (Place::Version(shortcut.from.clone()), Some(shortcut.pair.clone()))));
-        for (place_before, pair) in before {
+        before.extend(shortcuts.map(|one| (Place::Version(one.from.clone()), Some(step(&one.pair, Some(one.from.clone()))))));
+        for (place_before, step) in before {
+            if step.as_ref().is_some_and(|step| without.contains(step)) {
+                continue;
+            }
             if let Place::Version(reference) = &place_before
                 && !all
                 && !is_named(reference, start)
-                && !catalog.is_live(reference)?
+                && !catalog.branch(&reference.branch)?.is_live(reference.number)
             {
                 continue;
             }
-            let (bytes, objects) = pair.as_ref().map_or((0, 0), |pair| (pair.bytes(), pair.segments().count()));
+            let (bytes, objects) = step.as_ref().map_or((0, 0), |step| (step.pair.bytes(), step.pair.segments().count()));
             let total = (cost.0.saturating_add(bytes), cost.1 + objects);
             if best.get(&place_before).is_none_or(|known| total < *known) {
                 best.insert(place_before.clone(), total);
-                steps.insert(place_before.clone(), (pair, place.clone()));
+                next.insert(place_before.clone(), (step, place.clone()));
                 open.push(Reverse((total, place_before)));
             }
         }
@@ -132,13 +174,13 @@ fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, all: b
 }
 
 /// Follows the steps from a place to the end.
-fn pairs(steps: &BTreeMap<Place, (Option<StoredPair>, Place)>, mut place: Place) -> Vec<StoredPair> {
-    let mut pairs = Vec::new();
-    while let Some((pair, next)) = steps.get(&place) {
-        pairs.extend(pair.clone());
-        place = next.clone();
+fn steps(next: &BTreeMap<Place, (Option<Step>, Place)>, mut place: Place) -> Vec<Step> {
+    let mut steps = Vec::new();
+    while let Some((step, behind)) = next.get(&place) {
+        steps.extend(step.clone());
+        place = behind.clone();
     }
-    pairs
+    steps
 }
 
 fn is_start(version: &Version, start: Start<'_>) -> bool {
@@ -155,7 +197,7 @@ fn is_named(reference: &Reference, start: Start<'_>) -> bool {
 }
 
 /// Why there is no route to a version: follows its parents.
-fn why_not(catalog: &mut Catalog<'_>, version: &Version) -> Result<Error> {
+pub(crate) fn why_not(catalog: &mut Catalog<'_>, version: &Version) -> Result<Error> {
     let unreachable = |reason| Ok(Error::Unreachable { version: version.name(), reason });
     let mut seen = BTreeSet::new();
     let mut at = version.clone();

@@ -1,11 +1,11 @@
 //! The store: its calls.
 
-use crate::catalog::{Branch, Catalog};
+use crate::catalog::{Catalog, Whole};
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::fold::{self, FoldOptions, PruneReport};
 use crate::gc::{self, GcReport};
-use crate::get::{self, GetOptions};
+use crate::get::{self, GetOptions, GetReport};
 use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, Shortcut, StoreManifest, StoredPair, Version};
 use crate::names::{self, STORE};
 use crate::opened::{self, Opened};
@@ -171,11 +171,20 @@ impl Store {
     pub fn log(&self, branch: &str) -> Result<Vec<Version>> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
         let mut catalog = Catalog::new(&self.0.remote);
-        let versions: Vec<_> = catalog.branch(branch)?.versions().rev().cloned().collect();
+        let versions: Vec<_> = catalog.whole(branch)?.versions().rev().cloned().collect();
         if versions.is_empty() {
             return Err(Error::NoVersion { version: branch.to_owned() });
         }
         Ok(versions)
+    }
+
+    /// The versions of a branch from number `from` on, in ascending order; none if there is no such branch. Earlier ones are not read.
+    ///
+    /// # Errors
+    /// As for [`Store::version`].
+    pub fn since(&self, branch: &str, from: u64) -> Result<Vec<Version>> {
+        names::check_branch(branch).map_err(Error::InvalidArgument)?;
+        Catalog::new(&self.0.remote).since(branch, from)
     }
 
     /// The heads of all branches, in ascending order of name.
@@ -184,7 +193,7 @@ impl Store {
     /// The errors of reading manifests.
     pub fn branches(&self) -> Result<Vec<Version>> {
         let mut catalog = Catalog::new(&self.0.remote);
-        Ok(catalog.all()?.values().filter_map(Branch::head).cloned().collect())
+        catalog.heads()
     }
 
     /// Creates a branch: its first version has the tensors and files of version `from`. Nothing is copied.
@@ -227,9 +236,11 @@ impl Store {
         let begin = Instant::now();
         names::check_branch(name).map_err(Error::InvalidArgument)?;
         let mut catalog = Catalog::new(&self.0.remote);
-        let branch = catalog.branch(name)?;
-        let head = branch.head().cloned().ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
-        let deletion = Version { content: Content::Deleted, ..new_version(name, branch.next_number(), Some(&head)) };
+        let head = catalog.head(name)?.ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
+        let number = catalog.branch(name)?.next_number();
+        let deletion = Version { content: Content::Deleted, ..new_version(name, number, Some(&head)) };
+        // Before the manifest, so that no list shows a deletion without its mark.
+        self.0.remote.put(names::deletion(name, number), Vec::new()).wait()??;
         self.0.publish(&deletion, begin)?;
         Ok(head)
     }
@@ -260,13 +271,14 @@ impl Store {
     }
 
     /// Rebuilds a version as `output`: a file, or a folder with all files of the checkpoint. `output` must not exist. It appears
-    /// when it is complete: all digests are compared, and all files are synced.
+    /// when it is complete: all digests are compared, and all files are synced. If a pair on the cheapest way is damaged, such as a
+    /// shortcut, the next cheapest way without it is taken: [`GetReport::left_out`].
     ///
     /// # Errors
     /// [`Error::Damaged`], [`Error::Manifest`] or [`Error::Tpde`] if an object is damaged or a base is wrong; [`Error::External`] if
     /// the base is not in the store and not in [`GetOptions::have`]; [`Error::Unreachable`]; [`Error::InvalidArgument`] if the
     /// version itself is in `have`; the errors of requests. There is no output then.
-    pub fn get(&self, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<Version> {
+    pub fn get(&self, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<GetReport> {
         get::get(&self.0, version, output.as_ref(), options)
     }
 
@@ -407,7 +419,7 @@ impl Store {
         let mut catalog = Catalog::new(&self.0.remote);
         let mut usage = Usage::default();
         let mut files = BTreeMap::new();
-        let versions: Vec<Version> = catalog.all()?.values().flat_map(Branch::all_versions).cloned().collect();
+        let versions: Vec<Version> = catalog.all()?.into_values().flat_map(Whole::all_versions).cloned().collect();
         for version in versions {
             usage.versions += 1;
             usage.tensor_bytes += version.tensor_bytes;
@@ -436,18 +448,18 @@ impl Store {
     /// iterator goes on with the next call.
     pub fn watch(&self, branch: &str, from: u64, interval: Duration) -> impl Iterator<Item = Result<Version>> {
         let mut next = from;
+        let mut found = Vec::new().into_iter();
         std::iter::from_fn(move || {
             loop {
+                if let Some(version) = found.next() {
+                    let version: Version = version;
+                    next = version.number + 1;
+                    return Some(Ok(version));
+                }
                 // Versions may have been cut out of the branch, so numbers are not tried one by one.
-                match Catalog::new(&self.0.remote)
-                    .branch(branch)
-                    .map(|branch| branch.versions().find(|version| version.number >= next).cloned())
-                {
-                    Ok(Some(version)) => {
-                        next = version.number + 1;
-                        return Some(Ok(version));
-                    }
-                    Ok(None) => std::thread::sleep(interval),
+                match self.since(branch, next) {
+                    Ok(versions) if versions.is_empty() => std::thread::sleep(interval),
+                    Ok(versions) => found = versions.into_iter(),
                     Err(error) => return Some(Err(error)),
                 }
             }

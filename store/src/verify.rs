@@ -1,13 +1,14 @@
 //! `verify`: reads and compares all that versions need.
 
-use crate::catalog::{Branch, Catalog};
+use crate::catalog::{Catalog, Whole};
 use crate::digest::Digest;
 use crate::download::{Cache, each_segment};
 use crate::error::{Error, Result};
 use crate::get::check_pair;
-use crate::manifest::Version;
+use crate::manifest::{StoredPair, Version};
 use crate::prefix::{NOBODY, Prefix};
 use crate::put::{Base, temporary};
+use crate::reach::is_damage;
 use crate::report::pairs_to;
 use crate::route::{self, Have, Start};
 use serde::Serialize;
@@ -24,6 +25,9 @@ pub struct VerifyReport {
     pub bytes: u64,
     /// Versions that are damaged, with the first fault of each.
     pub faults: BTreeMap<String, String>,
+    /// Shortcuts that are damaged, as in `the shortcut from main@0 to main@10` or by the name of a manifest that is not valid, with the
+    /// first fault of each. Readers leave them out. `fold` makes them anew.
+    pub shortcuts: BTreeMap<String, String>,
     /// Versions that need a checkpoint which is not in the store. Only their own pairs and files were checked.
     pub external: Vec<String>,
 }
@@ -31,8 +35,8 @@ pub struct VerifyReport {
 pub(crate) fn verify(prefix: &Prefix, branch: Option<&str>, rebuild: bool) -> Result<VerifyReport> {
     let mut catalog = Catalog::new(&prefix.remote);
     let versions: Vec<Version> = match branch {
-        Some(name) => catalog.branch(name)?.versions().cloned().collect(),
-        None => catalog.all()?.values().flat_map(Branch::versions).cloned().collect(),
+        Some(name) => catalog.whole(name)?.versions().cloned().collect(),
+        None => catalog.all()?.into_values().flat_map(Whole::versions).cloned().collect(),
     };
     if let (Some(name), true) = (branch, versions.is_empty()) {
         return Err(Error::NoVersion { version: name.to_owned() });
@@ -41,7 +45,7 @@ pub(crate) fn verify(prefix: &Prefix, branch: Option<&str>, rebuild: bool) -> Re
     let mut checked = HashSet::new();
     for version in &versions {
         report.versions += 1;
-        match verify_one(prefix, &mut catalog, version, rebuild, &mut checked) {
+        match verify_one(prefix, &mut catalog, version, rebuild, &mut checked, &mut report.shortcuts) {
             Ok(bytes) => report.bytes += bytes,
             Err(Error::External { .. }) => report.external.push(version.name()),
             Err(error @ Error::Request { .. }) => return Err(error),
@@ -57,16 +61,22 @@ fn verify_one(
     version: &Version,
     rebuild: bool,
     checked: &mut HashSet<Digest>,
+    shortcuts: &mut BTreeMap<String, String>,
 ) -> Result<u64> {
     let mut bytes = 0;
     let folder = temporary()?;
     let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: NOBODY };
-    for (_, _, stored) in pairs_to(catalog, version)? {
-        let pair = cache.whole(&stored)?;
-        pair.verify()?;
-        check_pair(version, pair.index())?;
-        bytes += stored.bytes();
+    for (from, is_shortcut, stored) in pairs_to(catalog, version)? {
+        match (check(&cache, version, &stored), from) {
+            (Ok(()), _) => bytes += stored.bytes(),
+            (Err(error), Some(from)) if is_shortcut && is_damage(&error) => {
+                let name = format!("the shortcut from {} to {}", from.name(), version.name());
+                shortcuts.insert(name, error.to_string());
+            }
+            (Err(error), _) => return Err(error),
+        }
     }
+    shortcuts.extend(catalog.damaged().iter().map(|(object, error)| (object.clone(), error.to_string())));
     for file in &version.files {
         let is_new = file.content.segments.iter().any(|segment| !checked.contains(&segment.digest));
         if is_new {
@@ -76,13 +86,21 @@ fn verify_one(
         }
     }
     let have = Have::new();
-    let route = route::find(catalog, version, Start::Get(&have))?;
-    if rebuild {
-        let base = Base::open(&cache, &route, &have)?;
+    if !rebuild {
+        route::find(catalog, version, Start::Get(&have))?;
+    } else {
+        let base = Base::reach(catalog, &cache, version, &have)?;
         let chain = base.chain()?;
         if let Some(last) = base.last() {
             Apply::new(last).base(&chain.without_last()).verify()?;
         }
     }
     Ok(bytes)
+}
+
+/// Reads a pair that leads to a version, and compares all its digests.
+pub(crate) fn check(cache: &Cache<'_>, version: &Version, stored: &StoredPair) -> Result<()> {
+    let pair = cache.whole(stored)?;
+    pair.verify()?;
+    check_pair(version, pair.index())
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, anyhow};
 use clap::{Args, Subcommand};
 use globset::{Glob, GlobSetBuilder};
 use report::Described;
-use rows::{Collected, Deleted, Folded, Made, Pruned, Row, Sizes, Verified, Versions};
+use rows::{Collected, Deleted, Folded, Got, Made, Pruned, Row, Sizes, Verified, Versions};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -165,7 +165,7 @@ enum BranchVerb {
 
 /// Read everything and compare all digests
 ///
-/// If a version is damaged, the exit code is 1, and the output lists all damaged versions.
+/// If a version or a shortcut is damaged, the exit code is 1, and the output lists all that are. fold makes a shortcut anew.
 #[derive(Args)]
 struct Verify {
     /// Folder or URL of the store
@@ -295,10 +295,11 @@ impl Store {
             },
             Verb::Verify(verb) => {
                 let report = open(&verb.store)?.verify(verb.branch.as_deref(), verb.rebuild).map_err(error)?;
-                let damaged = report.faults.len() as u64;
+                let (damaged, shortcuts) = (report.faults.len() as u64, report.shortcuts.len() as u64);
                 common.show("store.verify", Verified(report))?;
-                if damaged > 0 {
-                    return Ok(failure::refused(&format!("{} damaged", text::counted(damaged, "version"))));
+                if damaged + shortcuts > 0 {
+                    let (damaged, shortcuts) = (text::counted(damaged, "version"), text::counted(shortcuts, "shortcut"));
+                    return Ok(failure::refused(&format!("{damaged} and {shortcuts} damaged")));
                 }
                 Ok(())
             }
@@ -369,7 +370,7 @@ impl Put {
 }
 
 impl Get {
-    fn run(&self, common: &Common) -> anyhow::Result<Row> {
+    fn run(&self, common: &Common) -> anyhow::Result<Got> {
         let store = open(&self.store)?;
         let version = store.version(&self.version).map_err(error)?;
         // If only some tensors are rebuilt, the bar ends early.
@@ -389,9 +390,9 @@ impl Get {
         for (version, path) in &self.have {
             options = options.have(version, path);
         }
-        let version = store.get(&version.name(), &self.output, &options).map_err(error)?;
+        let report = store.get(&version.name(), &self.output, &options).map_err(error)?;
         bar.finish_and_clear();
-        Ok(Row::of(&version))
+        Ok(Got::of(report))
     }
 }
 

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use tpde::Escaped;
-use tpde_store::{Content, GcReport, PruneReport, Shortcut, Usage, VerifyReport, Version};
+use tpde_store::{Content, GcReport, GetReport, LeftOut, PruneReport, Shortcut, Usage, VerifyReport, Version};
 
 #[derive(Serialize)]
 pub struct Made {
@@ -94,6 +94,31 @@ impl fmt::Display for Row {
     }
 }
 
+/// A version that was rebuilt.
+#[derive(Serialize)]
+pub struct Got {
+    #[serde(flatten)]
+    version: Row,
+    /// Damaged pairs that were not used.
+    left_out: Vec<LeftOut>,
+}
+
+impl Got {
+    pub fn of(report: GetReport) -> Self {
+        Self { version: Row::of(&report.version), left_out: report.left_out }
+    }
+}
+
+impl fmt::Display for Got {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.version)?;
+        for LeftOut { pair, reason, .. } in &self.left_out {
+            writeln!(f, "  warning: left out {}: {}", Escaped(pair), Escaped(reason))?;
+        }
+        Ok(())
+    }
+}
+
 #[derive(Serialize)]
 pub struct Versions {
     versions: Vec<Row>,
@@ -125,6 +150,9 @@ impl fmt::Display for Verified {
         writeln!(f, "checked {}, {}", text::counted(report.versions, "version"), text::bytes(report.bytes))?;
         for (version, fault) in &report.faults {
             writeln!(f, "  {version}: {}", Escaped(fault))?;
+        }
+        for (shortcut, fault) in &report.shortcuts {
+            writeln!(f, "  {}: {}", Escaped(shortcut), Escaped(fault))?;
         }
         for version in &report.external {
             writeln!(f, "  {version} needs a checkpoint from outside: only its own objects were checked")?;

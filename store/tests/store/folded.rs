@@ -153,9 +153,14 @@ fn a_shortcut_by_a_stranger_is_checked() {
         change(&mut wrong);
         hostile::write(&memory, &name, wrong.to_string().into_bytes());
         let out = Place::new();
-        let error = store.get("main@3", out.at("out"), &GetOptions::default()).unwrap_err();
-        assert!(error.to_string().contains(expected), "expected {expected:?}, found {error}");
-        assert!(!out.at("out").exists());
+        // Another way is taken, without it.
+        let report = store.get("main@3", out.at("out"), &GetOptions::default()).unwrap();
+        assert!(fs::read(out.at("out")).unwrap() == weights[3].bytes());
+        assert_eq!(report.left_out.len(), 1, "{report:?}");
+        let reason = &report.left_out[0].reason;
+        assert!(reason.contains(expected), "expected {expected:?}, found {reason}");
+        let verified = store.verify(None, true).unwrap();
+        assert!(verified.faults.is_empty() && verified.shortcuts.values().next().unwrap().contains(expected), "{verified:?}");
         // Versions that it does not lead to are not affected.
         check(&store, "main@2", &weights[2], &GetOptions::default());
     }
@@ -255,7 +260,7 @@ fn a_pruned_branch_keeps_every_nth_version_and_gc_removes_the_others() {
     store.delete_branch("main").unwrap();
     store.delete_branch("side").unwrap();
     later(&memory).gc().unwrap();
-    assert_eq!(hostile::names(&memory, "branches/main").len(), 1, "the deletion");
+    assert_eq!(hostile::names(&memory, "branches/main").len(), 2, "the deletion and its mark");
     assert_eq!((hostile::names(&memory, "shortcuts").len(), hostile::names(&memory, "objects").len()), (0, 0));
     assert!(matches!(store.version("main@1"), Err(Error::NoVersion { .. })));
 }
@@ -443,4 +448,73 @@ fn any_order_of_calls_leaves_every_version_as_it_was() {
             }
         }
     }
+}
+
+#[test]
+fn a_damaged_shortcut_is_left_out_and_made_anew() {
+    let place = Place::new();
+    let (memory, weights) = versions(&place, 5);
+    let store = open(&memory);
+    let shortcut = fold(&store, 0, 4);
+    let manifest = hostile::names(&memory, "shortcuts/main/0000000004").remove(0);
+    let object = |stored: &Stored| object_store::path::Path::from(format!("a/prefix/objects/{}", stored.segments[0].digest));
+    for name in [object(&shortcut.pair.index), object(&shortcut.pair.blob), manifest] {
+        let right = hostile::read(&memory, &name);
+        let mut flipped = right.clone();
+        flipped[right.len() / 2] ^= 1;
+        for wrong in [flipped, right[..right.len() / 2].to_vec(), Vec::new()] {
+            hostile::write(&memory, &name, wrong);
+            for is_whole in [true, false] {
+                let (is_wanted, out) = (|tensor: &str| tensor == NAMES[2], Place::new());
+                let options = if is_whole { GetOptions::default() } else { GetOptions::default().tensors(&is_wanted) };
+                let report = store.get("main@4", out.at("out"), &options).unwrap();
+                assert_eq!(report.left_out.len(), 1, "{report:?}");
+                assert!(!is_whole || fs::read(out.at("out")).unwrap() == weights[4].bytes());
+            }
+            let report = store.verify(None, true).unwrap();
+            assert_eq!((report.faults.len(), report.shortcuts.len()), (0, 1), "{report:?}");
+            // The versions that it replaces are not pruned before it is made anew.
+            let copy = Arc::new(memory.fork());
+            assert_eq!(open(&copy).prune("main", 4, &FoldOptions::default()).unwrap().shortcuts, 1);
+            later(&copy).gc().unwrap();
+            check(&open(&copy), "main@4", &weights[4], &GetOptions::default());
+            assert_eq!(fold(&store, 0, 4).pair, shortcut.pair);
+            assert!(store.verify(None, true).unwrap().shortcuts.is_empty());
+            assert_eq!(store.get("main@4", Place::new().at("out"), &GetOptions::default()).unwrap().left_out, []);
+        }
+    }
+}
+
+#[test]
+fn a_long_branch_costs_no_more_requests_than_a_short_one() {
+    let place = Place::new();
+    let mut puts = Vec::new();
+    for count in [6, 40] {
+        let (memory, weights) = versions(&place, count);
+        let last = &weights[count as usize];
+        let counted = Faulty::new(&memory, Fault::None);
+        let store = internals::open(counted.clone(), SEGMENT).unwrap();
+        let requests = |call: &dyn Fn()| {
+            let before = counted.requests.load(SeqCst);
+            call();
+            counted.requests.load(SeqCst) - before
+        };
+        let have = |number: u64| (format!("main@{number}"), versions_file(&place, &weights[number as usize]));
+        for back in [1, 4] {
+            let (name, path) = have(count - 1 - back);
+            let out = Place::new();
+            let reader = internals::open(counted.clone(), SEGMENT).unwrap();
+            let found = requests(&|| _ = reader.get("main", out.at("out"), &GetOptions::default().have(&name, &path)).unwrap());
+            // Lists of branch and shortcuts, the number behind the last, twice the manifests, and two objects per pair.
+            assert!(found <= 3 + 2 * (back + 1) + 3 * back, "{found} requests for {back} steps of {count}");
+        }
+        let (name, path) = have(count - 1);
+        let options = PutOptions::default().have(name, path);
+        puts.push(requests(&|| _ = store.put(place.file(last), &options).unwrap()));
+        // A list, the number behind the last, and nothing that was read before.
+        store.log("main").unwrap();
+        assert!(requests(&|| _ = store.log("main").unwrap()) <= 3);
+        assert!(requests(&|| _ = store.since("main", count).unwrap()) <= 3);
+    }
+    assert!(puts[0] == puts[1] && puts[1] <= 8, "{puts:?}");
 }

@@ -36,7 +36,7 @@ fn put_and_get_report_the_bytes_of_all_tensors() {
     }
     let watch = Stop::at(u64::MAX);
     let version = store.get("main@1", place.at("out"), &GetOptions::default().watch(&watch)).unwrap();
-    assert_eq!(watch.done.into_inner(), version.tensor_bytes);
+    assert_eq!(watch.done.into_inner(), version.version.tensor_bytes);
 }
 
 #[test]
