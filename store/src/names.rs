@@ -54,6 +54,9 @@ pub(crate) fn shortcut((branch, number): (&str, u64), (from_branch, from_number)
     format!("{}{from_branch}@{from_number}.json", shortcuts(branch, number))
 }
 
+/// Branch and number.
+type Place<'a> = (&'a str, u64);
+
 /// Branch and number of a manifest.
 pub(crate) fn of_manifest(object: &str) -> Option<(&str, u64)> {
     of_version(object, ".json", manifest)
@@ -76,7 +79,7 @@ fn of_version<'a>(object: &'a str, ending: &str, name: impl Fn(&str, u64) -> Str
 }
 
 /// Branch and number of the version to which a shortcut leads, and of the one from which it does.
-pub(crate) fn of_shortcut(object: &str) -> Option<((&str, u64), (&str, u64))> {
+pub(crate) fn of_shortcut(object: &str) -> Option<(Place<'_>, Place<'_>)> {
     let (branch, rest) = object.strip_prefix(SHORTCUTS)?.strip_prefix('/')?.split_once('/')?;
     let (number, from) = rest.split_once('/')?;
     let number: u64 = number.parse().ok()?;

@@ -95,9 +95,16 @@ fn suspects(route: &Route, error: &Error) -> Vec<Step> {
 pub(crate) fn is_damage(error: &Error) -> bool {
     use tpde::Error as E;
     match error {
-        Error::Damaged { .. } | Error::Manifest { .. } => true,
-        Error::Tpde(E::Invalid(_) | E::UnexpectedPair { .. } | E::WrongBase { .. } | E::AlreadyApplied) => true,
-        Error::Tpde(E::Step { .. } | E::Limit { .. } | E::NotWritable { .. }) => true,
-        _ => false,
+        Error::Tpde(error) => matches!(
+            error,
+            E::Invalid(_)
+                | E::UnexpectedPair { .. }
+                | E::WrongBase { .. }
+                | E::AlreadyApplied
+                | E::Step { .. }
+                | E::Limit { .. }
+                | E::NotWritable { .. }
+        ),
+        _ => matches!(error, Error::Damaged { .. } | Error::Manifest { .. }),
     }
 }
