@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from moto.server import ThreadedMotoServer
 
@@ -77,6 +77,14 @@ class FaultyS3:
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_REGION": "us-east-1",
         }
+
+    def keys(self, prefix: str) -> list[str]:
+        """The first thousand objects below a prefix, from the server itself."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", f"/{self.bucket}?list-type=2&prefix={quote(prefix, safe='')}")
+        answer = connection.getresponse().read().decode()
+        connection.close()
+        return re.findall("<Key>(.*?)</Key>", answer)
 
     def strikes(self, fault: str) -> bool:
         """Whether this request has the fault."""
