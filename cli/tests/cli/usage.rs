@@ -193,7 +193,7 @@ fn help_and_documents_say_that_small_chunks_have_short_streams() {
     let words: Vec<_> = help.split_whitespace().collect();
     assert!(words.join(" ").contains("Below the default, --favor ratio also halves the steps of streams"), "{help}");
     let document = fs::read_to_string(root().join("docs/cli.md")).unwrap();
-    assert!(document.contains("`--favor ratio` also halves the steps of streams"));
+    assert!(document.contains("`--favor ratio` allows 512 steps instead of 1,024 in a stream"));
 }
 
 #[test]
