@@ -80,20 +80,35 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     }
     let own = own_cache(output, &version)?;
     let folder = options.cache.as_deref().unwrap_or(&own);
+    let is_new = folder.symlink_metadata().is_err();
     fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
     let watch = options.watch.unwrap_or(NOBODY);
     let cache = Cache { remote: &prefix.remote, folder, watch };
 
     let by_name = options.tensors.map(|is_wanted| move |tensor: &Tensor<'_>| is_wanted(tensor.name));
     let by_name = by_name.as_ref().map(|by_name| by_name as _);
-    let ((), left_out) = reach(&mut catalog, &cache, &version, Start::Get(&have), by_name, |route, pairs| {
+    let reached = reach(&mut catalog, &cache, &version, Start::Get(&have), by_name, |route, pairs| {
         rebuild(&cache, &version, &Base::open(route, &have, pairs)?, output, options.tensors)
-    })?;
-    if options.cache.is_none() {
-        // The output is complete. What stays of the cache is only in the way.
+    });
+    // What was read is of use only to a repeated call.
+    let is_over = match &reached {
+        Ok(_) => true,
+        Err(error) => is_new && is_permanent(error),
+    };
+    if options.cache.is_none() && is_over {
         let _ = fs::remove_dir_all(&own);
     }
+    let ((), left_out) = reached?;
     Ok(GetReport { version, left_out })
+}
+
+/// Whether the same call fails again.
+fn is_permanent(error: &Error) -> bool {
+    use tpde::Error as E;
+    matches!(
+        error,
+        Error::InvalidArgument(_) | Error::External { .. } | Error::Unreachable { .. } | Error::Tpde(E::InvalidArgument(_))
+    )
 }
 
 fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, output: &Path, tensors: Option<&dyn Fn(&str) -> bool>) -> Result<()> {

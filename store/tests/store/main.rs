@@ -400,8 +400,34 @@ fn a_selection_of_tensors_reads_only_their_chunks() {
         fs::remove_dir_all(place.at("kept")).unwrap();
     }
     assert!(sums.iter().any(|rest| *rest < all / 3 * 2), "an interrupted call saves little: {sums:?} of {all} bytes");
-    let error = store.get("main", place.at("none"), &GetOptions::default().tensors(&|_| false)).unwrap_err();
-    assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+}
+
+#[test]
+fn a_get_that_would_fail_again_leaves_nothing() {
+    let place = Place::new();
+    let (memory, first, second) = one_version(&place);
+    let store = open(&memory);
+    let out = Place::new();
+    let is_empty = || fs::read_dir(out.0.path()).unwrap().count() == 0;
+    let refused = store.get("main", out.at("out"), &GetOptions::default().tensors(&|_| false));
+    assert!(matches!(&refused, Err(Error::InvalidArgument(reason)) if reason == "no tensor of main@0 is selected"), "{refused:?}");
+    assert!(is_empty());
+    let have = GetOptions::default().have("main", place.file(&first));
+    assert!(matches!(store.get("main", out.at("out"), &have), Err(Error::InvalidArgument(_))));
+    assert!(is_empty());
+    let external = PutOptions::default().branch("tuned").anchor(Anchor::External { hint: "elsewhere".into() });
+    store.put(place.file(&second), &external).unwrap();
+    assert!(matches!(store.get("tuned", out.at("out"), &GetOptions::default()), Err(Error::External { .. })));
+    assert!(is_empty());
+    // What an interrupted call has read stays, also if a later one is wrong.
+    let faulty = Faulty::new(&memory, Fault::None);
+    internals::open(faulty.clone(), SEGMENT).unwrap().get("main", place.at("whole"), &GetOptions::default()).unwrap();
+    let dead = Faulty::new(&memory, Fault::DeadFrom(faulty.requests.load(SeqCst) - 1));
+    internals::open(dead, SEGMENT).unwrap().get("main", out.at("out"), &GetOptions::default()).unwrap_err();
+    store.get("main", out.at("out"), &GetOptions::default().tensors(&|_| false)).unwrap_err();
+    assert!(!is_empty());
+    store.get("main", out.at("out"), &GetOptions::default()).unwrap();
+    assert_eq!(fs::read_dir(out.0.path()).unwrap().count(), 1);
 }
 
 #[test]
