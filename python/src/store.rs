@@ -224,13 +224,18 @@ impl Store {
             if wanted.is_some() {
                 options = options.tensors(&is_wanted);
             }
-            Ok(described(&store.get(&found.name(), &path, &options)?.version))
+            let report = store.get(&found.name(), &path, &options)?;
+            let left_out: BTreeMap<_, _> = report.left_out.iter().map(|one| (&one.pair, &one.reason)).collect();
+            let mut version = facts(&report.version);
+            version["left_out"] = json!(left_out);
+            Ok(version.to_string())
         });
         match raised.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(raised) => Err(raised),
             None => outcome,
         }
     }
+
     /// Whether the store's rules ask for a whole version behind this one.
     fn needs_anchor(&self, py: Python<'_>, version: &str) -> PyResult<bool> {
         self.call(py, None, 0, |store, _| store.needs_anchor(version))
@@ -240,9 +245,13 @@ impl Store {
         self.call(py, None, 0, |store, _| Ok(described(&store.version(version)?)))
     }
 
-    /// The versions of a branch, the newest first.
-    fn log(&self, py: Python<'_>, branch: &str) -> PyResult<Vec<String>> {
-        self.call(py, None, 0, |store, _| Ok(store.log(branch)?.iter().map(described).collect()))
+    /// The versions of a branch, or the newest `limit` of them, the newest first.
+    #[pyo3(signature = (branch, *, limit))]
+    fn log(&self, py: Python<'_>, branch: &str, limit: Option<usize>) -> PyResult<Vec<String>> {
+        self.call(py, None, 0, |store, _| {
+            let versions = limit.map_or_else(|| store.log(branch), |limit| store.newest(branch, limit))?;
+            Ok(versions.iter().map(described).collect())
+        })
     }
 
     /// The versions of a branch from a number on, in ascending order; none if there is no such branch.
@@ -374,6 +383,10 @@ impl OpenVersion {
 
 /// A version, without the list of its objects.
 fn described(version: &Version) -> String {
+    facts(version).to_string()
+}
+
+fn facts(version: &Version) -> serde_json::Value {
     let (content, hint) = match &version.content {
         Content::Whole(_) => ("whole", None),
         Content::Difference(_) => ("difference", None),
@@ -397,5 +410,4 @@ fn described(version: &Version) -> String {
         "state": version.state.to_string(),
         "metadata": version.metadata,
     })
-    .to_string()
 }

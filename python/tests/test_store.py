@@ -54,6 +54,9 @@ def test_versions_come_back_byte_for_byte(store: tpde.store.Store, tmp_path: Pat
         assert out.read_bytes() == paths[number].read_bytes()
     assert seen[-1] == (version.tensor_bytes, version.tensor_bytes)
     assert [one.metadata["step"] for one in store.log()] == ["3", "2", "1", "0"]
+    assert store.log(limit=2) == store.log()[:2] and store.log(limit=9) == store.log()
+    with pytest.raises(tpde.InvalidArgument, match="limit"):
+        store.log(limit=-1)
     assert store.version("main") == store.log()[0] == store.branches()[0] == version
     usage = store.usage()
     assert usage.versions == 4 and usage.difference_bytes == sum(one.stored_bytes for one in store.log()[:-1])
@@ -103,7 +106,7 @@ def test_some_tensors_are_read(store: tpde.store.Store, tmp_path: Path) -> None:
         store.get("main", out, tensors=fail)
     with pytest.raises(tpde.InvalidArgument, match="no tensor"):
         store.get("main", out, tensors="nothing.*")
-    assert not out.exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))], "nothing is left"
 
 
 def test_a_folder_comes_back_with_all_files(store: tpde.store.Store, tmp_path: Path, made: Made) -> None:
@@ -157,6 +160,24 @@ def test_versions_are_folded_and_pruned(store: tpde.store.Store, tmp_path: Path)
     for wrong in (0, True, -1, 1.5):
         with pytest.raises(tpde.InvalidArgument, match="keep_every"):
             store.prune(keep_every=wrong)
+
+
+def test_a_damaged_shortcut_is_left_out_and_named(store: tpde.store.Store, tmp_path: Path) -> None:
+    paths = steps(tmp_path, 4)
+    for path in paths:
+        store.put(path)
+    store.fold("main@0", "main@3")
+    (manifest,) = (tmp_path / "store" / "shortcuts").rglob("*.json")
+    blob = tmp_path / "store" / "objects" / json.loads(manifest.read_text())["pair"]["blob"]["segments"][0]["digest"]
+    assert store.get("main", tmp_path / "one").left_out == {}
+    blob.write_bytes(blob.read_bytes()[:-1])
+    found = store.get("main", tmp_path / "other")
+    assert (found.name, list(found.left_out)) == ("main@3", ["the shortcut from main@0 to main@3"])
+    assert blob.name in found.left_out["the shortcut from main@0 to main@3"]
+    assert (tmp_path / "other").read_bytes() == paths[3].read_bytes()
+    assert list(store.verify().shortcuts) == list(found.left_out)
+    store.fold("main@0", "main@3")
+    assert store.get("main", tmp_path / "anew").left_out == {} and store.verify().shortcuts == {}
 
 
 def test_an_external_base_is_supplied_by_readers(store: tpde.store.Store, tmp_path: Path, made: Made) -> None:
@@ -267,6 +288,7 @@ def test_a_watcher_sees_versions_in_order(store: tpde.store.Store, tmp_path: Pat
     assert [next(watcher).number for _ in paths] == [0, 1, 2, 3]
     thread.join()
     assert next(store.watch(start=2)).number == 2
+    assert [one.number for one in store.since(2)] == [2, 3] and store.since(0, "nothing") == []
 
 
 INTERRUPTED = """

@@ -30,7 +30,7 @@ from ._progress import Progress, progress_callback
 if not hasattr(_tpde, "Store"):
     raise ImportError("tpde was built without its feature `store`")
 
-__all__ = ["GcReport", "PruneReport", "Store", "Usage", "Version", "VerifyReport", "init"]
+__all__ = ["GcReport", "PruneReport", "RebuiltVersion", "Store", "Usage", "Version", "VerifyReport", "init"]
 
 #: Stores of a parent process. Their threads do not exist here, so ending them would wait for ever.
 _OF_PARENTS: list[_tpde.Store] = []
@@ -63,6 +63,15 @@ class Version:
     state: str = field(repr=False)
     #: The caller's own values.
     metadata: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RebuiltVersion(Version):
+    """The result of :meth:`Store.get`: the version that was rebuilt."""
+
+    #: Damaged pairs that were not used, because another way leads past them: their faults by name, as in ``"the shortcut from main@0
+    #: to main@10"``. :meth:`Store.fold` makes a shortcut anew.
+    left_out: dict[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -145,8 +154,7 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
     """
     counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 64:
-            raise InvalidArgument(f"{name} is {count!r}: expected a number of at least 0")
+        _check_count(name, count)
     return Store(location, _made=_tpde.Store.init(path_of(location), **counts))
 
 
@@ -269,9 +277,10 @@ class Store:
         have: Mapping[str, StrPath] | None = None,
         cache: StrPath | None = None,
         progress: Progress = None,
-    ) -> Version:
+    ) -> RebuiltVersion:
         """Rebuild a version as ``path``: a file, or a folder if the checkpoint was one. It appears when it is complete and all digests
-        were compared. After an interruption, the same call reads only what is missing.
+        were compared. After an interruption, the same call reads only what is missing. If a shortcut is damaged, another way to the
+        version is taken, and ``left_out`` of the result names the shortcut.
 
         Args:
             version: ``BRANCH@NUMBER``, or ``BRANCH``.
@@ -296,7 +305,7 @@ class Store:
                 cache=path_or_none(cache),
                 progress=callback,
             )
-        return report(Version, text)
+        return report(RebuiltVersion, text)
 
     def version(self, version: str) -> Version:
         """The version of this name: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest one.
@@ -306,13 +315,20 @@ class Store:
         """
         return report(Version, self._store.version(_text(version, "version")))
 
-    def log(self, branch: str = "main") -> list[Version]:
-        """The versions of a branch, the newest first.
+    def log(self, branch: str = "main", *, limit: int | None = None) -> list[Version]:
+        """The versions of a branch, the newest first. With ``limit``, only so many, and the manifests of the others are not read.
 
         Raises:
             NoVersion: There is no such branch.
+            InvalidArgument: ``limit`` is no number of at least 0.
         """
-        return [report(Version, text) for text in self._store.log(_text(branch, "branch"))]
+        if limit is not None:
+            _check_count("limit", limit)
+        return [report(Version, text) for text in self._store.log(_text(branch, "branch"), limit=limit)]
+
+    def since(self, start: int, branch: str = "main") -> list[Version]:
+        """The versions of a branch from number ``start`` on, the oldest first; none if there is no such branch."""
+        return [report(Version, text) for text in self._store.since(_text(branch, "branch"), max(start, 0))]
 
     def branches(self) -> list[Version]:
         """The newest version of each branch, in ascending order of name."""
@@ -371,15 +387,14 @@ class Store:
         favor: str | None = None,
     ) -> PruneReport:
         """Keep those versions of a branch whose number is a multiple of ``keep_every``, the newest, the anchors, and those at which other
-        branches begin. The others cannot be named from now on. First, shortcuts are made that skip
-        them. :meth:`gc` removes the pairs of these versions once the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
+        branches begin. The others cannot be named from now on. First, shortcuts are made that skip them. :meth:`gc` removes the pairs
+        of these versions once the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
 
         Raises:
             InvalidArgument: ``keep_every`` is no number of at least 1.
             NoVersion, ExternalVersion, TooSlow: As their names say. All versions that were not pruned can still be read.
         """
-        if isinstance(keep_every, bool) or not isinstance(keep_every, int) or not 0 < keep_every < 1 << 64:
-            raise InvalidArgument(f"keep_every is {keep_every!r}: expected a number of at least 1")
+        _check_count("keep_every", keep_every, least=1)
         text = self._store.prune(_text(branch, "branch"), keep_every, have=_have(have), options=_folded(codec, favor))
         return report(PruneReport, text)
 
@@ -412,7 +427,7 @@ class Store:
         """
         _text(branch, "branch")
         while True:
-            new = [report(Version, text) for text in self._store.since(branch, max(start, 0))]
+            new = self.since(start, branch)
             for version in new:
                 yield version
                 start = version.number + 1
@@ -433,6 +448,11 @@ def _folded(codec: str | None, favor: str | None) -> dict[str, Any]:
         derived=True,
         split=None,
     )
+
+
+def _check_count(name: str, count: Any, least: int = 0) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 1 << 64:
+        raise InvalidArgument(f"{name} is {count!r}: expected a number of at least {least}")
 
 
 def _text(value: Any, what: str) -> str:

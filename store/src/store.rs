@@ -178,6 +178,21 @@ impl Store {
         Ok(versions)
     }
 
+    /// The newest versions of a branch, at most `count`, the newest first. The manifests of earlier ones are not read.
+    ///
+    /// # Errors
+    /// As for [`Store::version`].
+    pub fn newest(&self, branch: &str, count: usize) -> Result<Vec<Version>> {
+        names::check_branch(branch).map_err(Error::InvalidArgument)?;
+        let mut catalog = Catalog::new(&self.0.remote);
+        let mut versions = catalog.newest(branch, count)?;
+        if catalog.branch(branch)?.head().is_none() {
+            return Err(Error::NoVersion { version: branch.to_owned() });
+        }
+        versions.reverse();
+        Ok(versions)
+    }
+
     /// The versions of a branch from number `from` on, in ascending order; none if there is no such branch. Earlier ones are not read.
     ///
     /// # Errors

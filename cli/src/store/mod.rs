@@ -126,6 +126,9 @@ struct Log {
     store: String,
     #[arg(default_value = "main")]
     branch: String,
+    /// Only the newest N versions
+    #[arg(long, value_name = "N")]
+    limit: Option<usize>,
 }
 
 /// List, create or delete branches
@@ -282,7 +285,7 @@ impl Store {
             Verb::Init(verb) => common.show("store.init", verb.run()?),
             Verb::Put(verb) => common.show("store.put", verb.run(common)?),
             Verb::Get(verb) => common.show("store.get", verb.run(common)?),
-            Verb::Log(verb) => common.show("store.log", Versions::of(open(&verb.store)?.log(&verb.branch).map_err(error)?)),
+            Verb::Log(verb) => common.show("store.log", verb.run()?),
             Verb::Branch(verb) => match &verb.verb {
                 BranchVerb::List { store } => common.show("store.branch", Versions::of(open(store)?.branches().map_err(error)?)),
                 BranchVerb::Create { store, name, from } => {
@@ -393,6 +396,17 @@ impl Get {
         let report = store.get(&version.name(), &self.output, &options).map_err(error)?;
         bar.finish_and_clear();
         Ok(Got::of(report))
+    }
+}
+
+impl Log {
+    fn run(&self) -> anyhow::Result<Versions> {
+        let store = open(&self.store)?;
+        let versions = match self.limit {
+            Some(limit) => store.newest(&self.branch, limit),
+            None => store.log(&self.branch),
+        };
+        Ok(Versions::of(versions.map_err(error)?))
     }
 }
 

@@ -46,6 +46,8 @@ fn versions_come_back_as_they_were() {
     let log = place.json("store log st");
     let names: Vec<_> = log["versions"].as_array().unwrap().iter().map(|row| row["version"].as_str().unwrap()).collect();
     assert_eq!(names, ["main@2", "main@1", "main@0"]);
+    let newest = place.json("store log st --limit 2");
+    assert_eq!(newest["versions"].as_array().unwrap()[..], log["versions"].as_array().unwrap()[..2]);
     let text = place.ok("store log st").out;
     assert!(text.contains("step=2") && text.contains("difference"), "{text}");
 
@@ -99,6 +101,7 @@ fn failures_have_kinds_and_publish_nothing() {
     kind("store init st", DATA, "already_a_store", "is a store already");
     kind("store log v0", DATA, "not_a_store", "no store.json");
     kind("store log st", DATA, "no_version", "main");
+    kind("store log st --limit 1", DATA, "no_version", "main");
     place.ok("store put st v0");
     kind("store get st main@7 -o out", DATA, "no_version", "main@7");
     kind("store get st main -o v1", SYSTEM, "io", "v1");

@@ -515,6 +515,8 @@ fn a_long_branch_costs_no_more_requests_than_a_short_one() {
         store.log("main").unwrap();
         assert!(requests(&|| _ = store.log("main").unwrap()) <= 3);
         assert!(requests(&|| _ = store.since("main", count).unwrap()) <= 3);
+        let (reader, log) = (internals::open(counted.clone(), SEGMENT).unwrap(), store.log("main").unwrap());
+        assert!(requests(&|| assert_eq!(reader.newest("main", 2).unwrap(), log[..2])) <= 4);
     }
     assert!(puts[0] == puts[1] && puts[1] <= 8, "{puts:?}");
 }
