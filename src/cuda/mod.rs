@@ -46,6 +46,7 @@
 mod abi;
 mod accelerator;
 mod application;
+mod chain;
 mod checkpoint;
 mod derived;
 mod encode;
@@ -62,6 +63,7 @@ mod tests;
 pub use accelerator::NvcompDevice;
 pub use application::Application;
 pub use application::outcome::{BadChunk, Captured, Pending};
+pub use chain::{ApplyChain, ChainStep};
 pub use checkpoint::DeviceCheckpoint;
 pub use encode::{Encode, Encoder};
 pub use hashes::Hashes;

@@ -5,6 +5,7 @@ mod abi;
 mod again;
 mod asynchronous;
 mod cases;
+mod chain;
 mod derived;
 mod derived_speed;
 mod digests;
