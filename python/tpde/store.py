@@ -145,8 +145,8 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
     Args:
         location: Path or URL.
         grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A ``put`` must end within half of it.
-        anchor_every: A version is stored whole after this many versions since the last anchor; 0 for never.
-        anchor_percent: A version is stored whole if the chain since the last whole one is larger than this share of it; 0 for never.
+        anchor_every: A version is stored whole if this many pairs would lead to it from the last anchor; 0 for never.
+        anchor_percent: A version is stored whole if the pairs since the last anchor are larger than this percentage of the anchor; 0 for never.
 
     Raises:
         AlreadyAStore, RequestFailed, SystemRefused: As their names say.
@@ -344,7 +344,7 @@ class Store:
         return report(Version, self._store.create_branch(_text(name, "branch"), _text(start, "version")))
 
     def delete_branch(self, name: str) -> Version:
-        """Delete a branch. Branches that begin at one of its versions stay whole; :meth:`gc` removes what none needs. Returns the
+        """Delete a branch. Branches that begin at one of its versions lose nothing; :meth:`gc` removes what no branch needs. Returns the
         version that was its newest.
 
         Raises:
@@ -365,7 +365,7 @@ class Store:
         progress: Progress = None,
     ) -> int:
         """Store a shortcut: one pair that leads from version ``start`` to version ``end``, which derives from it. Readers that have
-        ``start``, or pass it, read this pair instead of those in between. No checkpoint is written. Returns the size of the pair in
+        ``start``, or whose way leads through it, read this pair instead of those in between. No checkpoint is written. Returns the size of the pair in
         bytes. If there is such a shortcut, nothing is done. Arguments are as for :meth:`put`.
 
         Raises:

@@ -24,7 +24,7 @@ pub(crate) struct StoreManifest {
     pub schema: String,
     /// Age, in seconds, below which an object is never collected.
     pub grace: u64,
-    /// Number of versions after which the next one is stored whole; 0 for no such rule.
+    /// A version is stored whole if this many pairs would lead to it from the last anchor; 0 for no such rule.
     pub anchor_every: u64,
     /// Size of a chain, in percent of its anchor, above which the next version is stored whole; 0 for no such rule.
     pub anchor_percent: u64,

@@ -33,7 +33,7 @@ pub struct StoreOptions {
     /// Objects that are younger are never collected. A `put` must end within half of it. The default is a day; at least 2 s,
     /// because clocks of object stores may count whole seconds.
     pub grace: Duration,
-    /// Number of versions after which the next one is stored whole; 0 for no such rule. The default is 100.
+    /// A version is stored whole if this many pairs would lead to it from the last anchor; 0 for no such rule. The default is 100.
     pub anchor_every: u64,
     /// Size of a chain, in percent of its anchor, above which the next version is stored whole; 0 for no such rule. The default is
     /// 100.
@@ -147,8 +147,8 @@ impl Store {
         Ok(Self(Prefix { rules: StoreManifest::parse(&bytes, STORE)?, remote, segment_bytes: SEGMENT_BYTES }))
     }
 
-    /// The same store, for calls that `watch` can end while they wait for a request: it is asked every 50 ms. The call then returns
-    /// the watcher's error, and the request may still be carried out.
+    /// The same store, whose calls `watch` can end, also while they wait for a request: the watcher is asked every 50 ms. The call
+    /// then returns the watcher's error, and the request may still be carried out.
     #[must_use]
     pub fn watched(&self, watch: Arc<dyn Watch + Send + Sync>) -> Self {
         let Prefix { remote, rules, segment_bytes } = &self.0;
@@ -240,7 +240,7 @@ impl Store {
         Ok(version)
     }
 
-    /// Deletes a branch. Its versions can be neither named nor listed from now on. Branches that begin at one of them stay whole:
+    /// Deletes a branch. Its versions can be neither named nor listed from now on. Branches that begin at one of them lose nothing:
     /// [`Store::gc`] removes what no other version needs, once the deletion is older than the grace. A new branch of this name
     /// goes on with higher numbers. Returns the version that was the head.
     ///
@@ -262,8 +262,8 @@ impl Store {
 
     /// Stores a checkpoint, a `.safetensors` file or a folder, as the next version of a branch.
     ///
-    /// The other files of a folder, and of the folders in it, are stored too, and links to files as the files. Nothing is left
-    /// out silently: other links are refused. A file that the parent has is not uploaded again.
+    /// The other files of a folder, and of the folders in it, are stored too. A link to a file is stored as that file. Nothing is
+    /// left out silently: other links are refused. A file that the parent has is not uploaded again.
     ///
     /// The blob is uploaded while it is encoded. Disk: the pairs that lead to the parent, in a temporary folder, unless the
     /// parent is one of [`PutOptions::have`]. Memory: that of encoding, and about ten segments of 32 MiB.
@@ -310,8 +310,8 @@ impl Store {
     /// Reads the pairs of a version into a local folder: [`GetOptions::cache`], or a temporary one. Its tensors can then be read, in
     /// whole or in part, without rebuilding it as files, and be the base of a pair.
     ///
-    /// With `parts`, rectangles by name of the tensor, only the payloads of those parts of tensors are read that have elements of
-    /// them; with [`GetOptions::tensors`], only those of the selected tensors. Reading others is an error then.
+    /// `parts` has rectangles by name of the tensor. If it is given, only parts that have elements of these rectangles are read.
+    /// With [`GetOptions::tensors`], only the selected tensors are read. It is then an error to read others.
     ///
     /// # Errors
     /// As for [`Store::get`]. A version that is in [`GetOptions::have`] is no error.
@@ -324,7 +324,7 @@ impl Store {
         opened::open_version(&self.0, version, parts, options)
     }
 
-    /// Whether the store's rules ask for a whole version behind this one. [`Store::put`] follows them; callers of
+    /// Whether the store's rules ask for a whole version after this one. [`Store::put`] follows them; callers of
     /// [`Store::put_pair`] ask.
     ///
     /// # Errors
@@ -336,8 +336,8 @@ impl Store {
     }
 
     /// Stores a pair that was made elsewhere as the next version of a branch, such as one merged from the pairs of several ranks. Its
-    /// base is the parent. It is compared with the parent by the digests in the indexes, or if the two describe other parts of
-    /// tensors, by decoding the pair.
+    /// base is the parent. The digests in the two indexes are compared. If the indexes cut tensors differently, the pair is decoded
+    /// instead.
     /// [`PutOptions::anchor`] and [`PutOptions::encode`] have no effect.
     ///
     /// # Errors
@@ -378,7 +378,7 @@ impl Store {
     }
 
     /// Stores a shortcut: one pair that leads from version `from` to version `to`, which derives from it. Readers that have `from`,
-    /// or pass it, read this pair instead of those in between. No checkpoint is written. If there is such a shortcut, it is returned.
+    /// or whose way leads through it, read this pair instead of those in between. No checkpoint is written. If there is such a shortcut, it is returned.
     ///
     /// Disk: the pairs that lead to `to`, in a temporary folder. Memory: as for [`Store::put`].
     ///
@@ -407,7 +407,7 @@ impl Store {
     /// which other branches begin. The others cannot be named from now on ([`Error::Pruned`]). [`Store::gc`] removes their pairs
     /// after the grace.
     ///
-    /// First shortcuts are made past the versions that go. Then these are marked. After an interruption, the next call goes on.
+    /// First, shortcuts that skip the versions to be pruned are made. Then these versions are marked. After an interruption, the next call goes on.
     ///
     /// # Errors
     /// [`Error::NoVersion`]; [`Error::InvalidArgument`] if `keep_every` is 0; the errors of [`Store::fold`]. All versions that were not
@@ -440,7 +440,7 @@ impl Store {
             usage.tensor_bytes += version.tensor_bytes;
             match (&version.content, &version.parent) {
                 (Content::Whole(pair), _) => usage.anchor_bytes += pair.bytes(),
-                // Without its base, a pair is not stored any more.
+                // If the parent was removed, the pair is not stored any more.
                 (Content::Difference(pair), Some(parent)) if catalog.at(parent)?.is_some() => {
                     usage.difference_bytes += pair.bytes()
                 }
@@ -459,8 +459,8 @@ impl Store {
     }
 
     /// The versions of a branch as they appear, from number `from` on. The iterator asks the store every `interval`, and has no
-    /// end. A branch that does not exist yet is waited for, and one that is deleted until it exists again. After an error the
-    /// iterator goes on with the next call.
+    /// end. It waits for a branch that does not exist yet. If the branch is deleted, it waits until the branch exists again. After an
+    /// error the iterator goes on with the next call.
     pub fn watch(&self, branch: &str, from: u64, interval: Duration) -> impl Iterator<Item = Result<Version>> {
         let mut next = from;
         let mut found = Vec::new().into_iter();
