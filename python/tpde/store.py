@@ -146,7 +146,8 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
         location: Path or URL.
         grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A ``put`` must end within half of it.
         anchor_every: A version is stored whole if this many pairs would lead to it from the last anchor; 0 for never.
-        anchor_percent: A version is stored whole if the pairs since the last anchor are larger than this percentage of the anchor; 0 for never.
+        anchor_percent: A version is stored whole if the pairs since the last anchor are larger than this percentage of the anchor; 0
+            for never.
 
     Raises:
         AlreadyAStore, RequestFailed, SystemRefused: As their names say.
@@ -365,8 +366,8 @@ class Store:
         progress: Progress = None,
     ) -> int:
         """Store a shortcut: one pair that leads from version ``start`` to version ``end``, which derives from it. Readers that have
-        ``start``, or whose way leads through it, read this pair instead of those in between. No checkpoint is written. Returns the size of the pair in
-        bytes. If there is such a shortcut, nothing is done. Arguments are as for :meth:`put`.
+        ``start``, or whose way leads through it, read this pair instead of those in between. No checkpoint is written. Returns the
+        size of the pair in bytes. If there is such a shortcut, nothing is done. Arguments are as for :meth:`put`.
 
         Raises:
             InvalidArgument: ``end`` does not derive from ``start``, or has the same tensors.

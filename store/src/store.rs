@@ -378,7 +378,8 @@ impl Store {
     }
 
     /// Stores a shortcut: one pair that leads from version `from` to version `to`, which derives from it. Readers that have `from`,
-    /// or whose way leads through it, read this pair instead of those in between. No checkpoint is written. If there is such a shortcut, it is returned.
+    /// or whose way leads through it, read this pair instead of those in between. No checkpoint is written. If there is such a
+    /// shortcut, it is returned.
     ///
     /// Disk: the pairs that lead to `to`, in a temporary folder. Memory: as for [`Store::put`].
     ///
@@ -407,7 +408,8 @@ impl Store {
     /// which other branches begin. The others cannot be named from now on ([`Error::Pruned`]). [`Store::gc`] removes their pairs
     /// after the grace.
     ///
-    /// First, shortcuts that skip the versions to be pruned are made. Then these versions are marked. After an interruption, the next call goes on.
+    /// First, shortcuts that skip the versions to be pruned are made. Then these versions are marked. After an interruption, the
+    /// next call goes on.
     ///
     /// # Errors
     /// [`Error::NoVersion`]; [`Error::InvalidArgument`] if `keep_every` is 0; the errors of [`Store::fold`]. All versions that were not
