@@ -73,13 +73,11 @@ class Follower:
 
     Args:
         subscriber: The rank's subscriber.
-        device: Where the parameters are. On CUDA, checks are queued on a stream of their own.
         pause: Seconds between two looks into a folder.
     """
 
-    def __init__(self, subscriber: tpde.sync.Subscriber, device: Any = "cpu", *, pause: float = 0.01) -> None:
-        self.subscriber = subscriber
-        self._device, self._pause = torch.device(device), pause
+    def __init__(self, subscriber: tpde.sync.Subscriber, *, pause: float = 0.01) -> None:
+        self.subscriber, self._pause = subscriber, pause
         self._changed = threading.Condition()
         self._staged: list[int] | None = None
         self._error: BaseException | None = None
@@ -88,29 +86,22 @@ class Follower:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._stream():
-            while True:
-                staged: list[int] = []
-                error: BaseException | None = None
-                try:
-                    staged = self.subscriber.stage()
-                except Exception as raised:
-                    error = raised
-                with self._changed:
-                    if self._ends:
-                        return
-                    if staged or error is not None or self.subscriber.is_owed:
-                        self._staged, self._error = staged, error
-                        self._changed.notify_all()
-                        self._changed.wait_for(lambda: self._staged is None or self._ends)
-                    else:
-                        self._changed.wait(self._pause)
-
-    def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        if self._device.type != "cuda":
-            return contextlib.nullcontext()
-        torch.cuda.set_device(self._device)
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
+        while True:
+            staged: list[int] = []
+            error: BaseException | None = None
+            try:
+                staged = self.subscriber.stage()
+            except Exception as raised:
+                error = raised
+            with self._changed:
+                if self._ends:
+                    return
+                if staged or error is not None or self.subscriber.is_owed:
+                    self._staged, self._error = staged, error
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._staged is None or self._ends)
+                else:
+                    self._changed.wait(self._pause)
 
     def commit(self, version: int | None = None, timeout: float = 600.0) -> list[tpde.sync.Sync]:
         """Waits until a version has been received and checked, and applies it. Call it in a pause of the engine. The thread then answers.
@@ -173,7 +164,6 @@ def follower(
     checkpoint: str | None = None,
     reload: Callable[[list[str], dict[str, torch.Tensor]], Any] | None = None,
     recording: contextlib.AbstractContextManager[Any] | None = None,
-    device: Any = "cpu",
 ) -> Follower:
     """A live model that follows a channel.
 
@@ -217,7 +207,7 @@ def follower(
     if kept is not None:
         _try(model, kept, load)
     subscriber = tpde.sync.Subscriber(weights, channel, name, version=version, kept=kept, reload=load if kept is not None else None)
-    return Follower(subscriber, device)
+    return Follower(subscriber)
 
 
 def _try(model: torch.nn.Module, kept: tpde.slices.Kept, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:

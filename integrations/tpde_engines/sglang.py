@@ -79,7 +79,6 @@ class Receiver:
                 tensors=values["tensors"],
                 version=values["base"],
                 checkpoint=values["checkpoint"],
-                device=next(model.parameters()).device,
             )
         with torch.no_grad():
             self._follower.commit(values["version"])

@@ -75,7 +75,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             checkpoint=init_info.checkpoint,
             reload=self._reload,
             recording=_as_loaded(self.model),
-            device=self.device,
         )
 
     def _channel(self, init_info: InitInfo) -> tpde.sync.Folder:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 import tpde
+import tpde.slices
 import tpde.torch
 from tpde import _device, _open, _slices, _state, _torch_memory, _tpde
 
@@ -51,6 +54,32 @@ class Driver:
         self._in_context("cuStreamCreate", ctypes.byref(handle), 0)
         return handle.value or 0
 
+    def order(self, stream: int, after: int) -> None:
+        """Makes a stream wait for another one."""
+        event = ctypes.c_void_p()
+        self._in_context("cuEventCreate", ctypes.byref(event), 0)
+        self._in_context("cuEventRecord", event, ctypes.c_void_p(after))
+        self._in_context("cuStreamWaitEvent", ctypes.c_void_p(stream), event, 0)
+        self._in_context("cuEventDestroy_v2", event)
+
+    def spin(self, stream: int) -> None:
+        """Queues a kernel that runs until a call waits for it."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._in_context("cuModuleLoadDataEx", ctypes.byref(module), b".entry spin(", 0, None, None)
+        self._in_context("cuModuleGetFunction", ctypes.byref(function), module, b"spin")
+        shape = (1, 1, 1, 1, 1, 1, 0)
+        self._in_context("cuLaunchKernel", function, *shape, ctypes.c_void_p(stream), None, None)
+
+    def finish(self, stream: int) -> None:
+        self._in_context("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def is_busy(self, stream: int) -> bool:
+        self._call("cuCtxPushCurrent_v2", self.context)
+        code = self.library.cuStreamQuery(ctypes.c_void_p(stream))
+        self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        assert code in (0, 600), code
+        return bool(code)
+
     def has(self, value: Any) -> bool:
         """Whether a tensor is in memory of the device."""
         return isinstance(value, torch.Tensor) and any(start <= value.data_ptr() < end for start, end in self.ranges)
@@ -81,10 +110,25 @@ class StandIn(_device.Device):
 
     def __init__(self, driver: Driver) -> None:
         self.torch, self.queued, self.driver = DEVICE, 0.0, driver
-        self.raw, self._stream = _tpde.Device(0), Stream(driver.stream())
+        self.raw, self._default = _tpde.Device(0), Stream(driver.stream())
+        self._current = threading.local()
 
     def stream(self) -> Any:
-        return self._stream
+        return getattr(self._current, "stream", self._default)
+
+    def new_stream(self) -> Any:
+        return Stream(self.driver.stream())
+
+    def on(self, stream: Any, work: Callable[[], Any]) -> Any:
+        before = self.stream()
+        self._current.stream = stream
+        try:
+            return work()
+        finally:
+            self._current.stream = before
+
+    def order(self, stream: Any, after: Any) -> None:
+        self.driver.order(stream.cuda_stream, after.cuda_stream)
 
     def memory(self, bytes: int, what: str) -> Any:
         return Block(self.driver.allocate(bytes), bytes)
@@ -119,7 +163,7 @@ def install() -> Driver:
         tensor = driver.empty(shape, _torch_memory.dtype_of(dtype))
         return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.nbytes, tensor)
 
-    for module in (_open, _slices, _state):
+    for module in (_open, _slices, _state, tpde.slices):
         vars(module)["device_of"] = lambda values: DEVICE if any(map(driver.has, values)) else None
     vars(_torch_memory).update(describe=described, describe_many=all_described, check_device=torch.device)
     _torch_memory.TorchAllocator.empty = allocated  # type: ignore[method-assign]
@@ -137,6 +181,32 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     copy = driver.empty(tensor.shape, tensor.dtype)
     copy.copy_(tensor)
     return copy
+
+
+def spin(stream: Any) -> None:
+    """Queues work on a stream that takes long: on a device a second, on the stand-in until a call waits for it."""
+    if driver is None:
+        _device.on_stream(stream, lambda: torch.cuda._sleep(2_000_000_000))
+    else:
+        driver.spin(stream.cuda_stream)
+
+
+def waits_for(stream: Any, work: Callable[[], Any], *, seconds: float = 0.3) -> tuple[bool, Any]:
+    """Calls ``work`` while a stream is busy. Returns whether it waits for the stream, which ends after ``seconds``, and its result."""
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(work)
+        try:
+            wait([done], seconds)
+            waits = not done.done()
+            assert waits or is_busy(stream), "the stream has ended by itself"
+        finally:
+            stream.synchronize() if driver is None else driver.finish(stream.cuda_stream)
+        return waits, done.result(60)
+
+
+def is_busy(stream: Any) -> bool:
+    """Whether a stream has work that has not ended."""
+    return not stream.query() if driver is None else driver.is_busy(stream.cuda_stream)
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -16,7 +16,7 @@ import tpde
 # If TPDE_GPU is set, a missing PyTorch fails here.
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
 
-from stand_in import IS_USED, raw, to_device  # noqa: E402 (needs torch)
+from stand_in import IS_USED, is_busy, raw, spin, to_device, waits_for  # noqa: E402 (needs torch)
 from test_sync import Loaded, Small, Trainer, weights_of  # noqa: E402
 
 import tpde.slices  # noqa: E402
@@ -145,3 +145,64 @@ def test_memory_beside_one_large_tensor(tmp_path: Path, monkeypatch: pytest.Monk
     assert used[0] == 0, "memory is kept after the version"
     assert 0 < most[0] < sync.bytes + base.nbytes // 4, f"{most[0]} bytes beside a tensor of {base.nbytes}"
     assert raw(live["embed"]) == state["embed"].view(torch.uint8).numpy().tobytes()
+
+
+def test_what_is_staged_does_not_wait_for_the_current_stream(tmp_path: Path) -> None:
+    """The engine generates on the current stream meanwhile. A commit waits for what was staged."""
+    trainer, engine, device = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1), _device.Device.of("cuda")
+    trainer.publisher._bucket = 100
+    side = engine.subscriber._side.stream
+    assert side is not None and side.cuda_stream != device.stream().cuda_stream
+    trainer.publish()
+    spin(device.stream())
+    assert waits_for(device.stream(), engine.subscriber.stage, seconds=20) == (False, [1])
+    spin(side)
+    waits, (sync,) = waits_for(side, engine.subscriber.commit)
+    assert waits and sync.version == 1 and engine.has(1)
+
+
+def test_checks_in_a_thread_do_not_wait_for_the_current_stream(tmp_path: Path) -> None:
+    """Those of a group run while pairs arrive."""
+    trainer, engine, device = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1), _device.Device.of("cuda")
+    trainer.publish()
+    pairs, checker = trainer.channel.version(1)["difference"]["pairs"], engine.subscriber._checker
+    checker.begin(0)
+    spin(device.stream())
+    for one in pairs:
+        checker.add(one["pair"])
+    assert waits_for(device.stream(), lambda: checker.error(1), seconds=20) == (False, None) and checker.has_checked(pairs)
+
+
+def test_what_is_staged_waits_for_parameters_that_are_loading(tmp_path: Path) -> None:
+    trainer, engine, device = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1), _device.Device.of("cuda")
+    trainer.publish()
+    spin(device.stream())
+    found = engine.map.bind(engine.live)
+    engine.subscriber = tpde.sync.Subscriber(found, tpde.sync.Folder(tmp_path), "one", version=0)
+    assert waits_for(device.stream(), engine.subscriber.stage) == (True, [1])
+
+
+def test_what_is_staged_waits_for_modules_that_are_loaded_again(tmp_path: Path) -> None:
+    device = _device.Device.of("cuda")
+    state = {f"{name}.weight": torch.randn(64, 64).bfloat16() for name in ("patched", "repacked")}
+    live = {name: to_device(one) for name, one in state.items()}
+    found = tpde.slices.record(lambda tensors: [live[name].copy_(one) for name, one in tensors], state, live)
+
+    def reload(tensors: Any) -> None:
+        for name, one in tensors:
+            live[name].copy_(one)
+        spin(device.stream())  # an engine does not wait for its copies
+
+    publisher = tpde.sync.Publisher(lambda: state, tpde.sync.Folder(tmp_path))
+    kept = found.keep(state, ["repacked"])
+    subscriber = tpde.sync.Subscriber(found, tpde.sync.Folder(tmp_path), "one", version=0, kept=kept, reload=reload)
+    for version in (1, 2):
+        state = {name: one * 1.5 for name, one in state.items()}
+        publisher.publish()
+        if version == 1:
+            assert subscriber.stage() == [1]
+        else:
+            assert waits_for(device.stream(), subscriber.stage) == (True, [2])
+        (sync,) = subscriber.commit()
+        assert sync.version == version and sync.reloaded == ["repacked"] and is_busy(device.stream())
+    assert all(raw(live[name]) == one.view(torch.uint8).numpy().tobytes() for name, one in state.items())

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from ._device import SideStream
 from ._folder import Folder
 from ._kept import Kept
 from ._merge import merge_expected
@@ -15,10 +16,10 @@ from .slices import Map, check
 
 
 class Checker:
-    """Checks the pairs of a version in a thread while others arrive, and merges them."""
+    """Checks the pairs of a version in a thread while others arrive, and merges them. The stream of checks is ``side``."""
 
-    def __init__(self, weights: Map, channel: Folder, kept: Kept | None) -> None:
-        self._weights, self._channel, self._kept = weights, channel, kept
+    def __init__(self, weights: Map, channel: Folder, kept: Kept | None, side: SideStream) -> None:
+        self._weights, self._channel, self._kept, self._side = weights, channel, kept, side
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[float]] = []
         self._failure: Exception | None = None
@@ -47,7 +48,7 @@ class Checker:
         """Checks a pair. Returns the time."""
         begin = time.perf_counter()
         pair = self._channel.pair(name)
-        check(self._weights, pair, kept=self._kept, expect=expect)
+        self._side.run(lambda: check(self._weights, pair, kept=self._kept, expect=expect))
         self._checked[name] = expect or inspect(pair).pair_digest
         return 1e3 * (time.perf_counter() - begin)
 

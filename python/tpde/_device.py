@@ -63,6 +63,18 @@ class Device:
         """PyTorch's current stream of the device."""
         return torch.cuda.current_stream(self.torch)
 
+    def new_stream(self) -> torch.cuda.Stream:
+        """A stream on which work does not wait for other streams."""
+        return torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+
+    def on(self, stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result:
+        """Calls ``work`` with this stream as the current one of the calling thread."""
+        return on_stream(stream, work)
+
+    def order(self, stream: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
+        """Makes work that is queued on ``stream`` from now on wait for what ``after`` has now. The host does not wait."""
+        stream.wait_stream(after)
+
     def memory(self, bytes: int, what: str) -> torch.Tensor:
         """Memory for the Rust half, never from a graph's pool. PyTorch's allocator aligns it to at least 256 bytes."""
         try:
@@ -120,6 +132,32 @@ def on_stream(stream: torch.cuda.Stream, work: Callable[[], _Result]) -> _Result
             switch(stream_id=before.stream_id, device_index=before.device_index, device_type=before.device_type)
         finally:
             torch._C._cuda_setDevice(device)
+
+
+class SideStream:
+    """A stream of a device beside PyTorch's current one, for work that must not wait for what is queued there.
+
+    Args:
+        device: A CUDA device. With ``None``, for the CPU, work is only called.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = None if device is None else Device.of(device)
+        self.stream = None if self._device is None else self._device.new_stream()
+
+    def run(self, work: Callable[[], _Result]) -> _Result:
+        """Calls ``work`` with this stream as the current one of the calling thread."""
+        return work() if self._device is None or self.stream is None else self._device.on(self.stream, work)
+
+    def follow(self) -> None:
+        """Makes this stream wait for what the current one has now."""
+        if self._device is not None and self.stream is not None:
+            self._device.order(self.stream, self._device.stream())
+
+    def precede(self) -> None:
+        """Makes the current stream wait for what this one has now."""
+        if self._device is not None and self.stream is not None:
+            self._device.order(self._device.stream(), self.stream)
 
 
 def copy_on(stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor) -> None:

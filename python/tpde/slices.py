@@ -27,6 +27,7 @@ from ._cuts import Rectangles, cut, is_within, volume, within
 from ._dtypes import byte_shape, is_packed
 from ._kept import Kept, keep
 from ._map import Elements, Piece, module_of
+from ._memory import device_of
 from ._paths import Digest, Inspection, StrPath, inspect
 from ._prepared import PreparedSlices
 from ._progress import Progress
@@ -160,6 +161,11 @@ class Map:
             InvalidArgument: A module or a tensor of the base is missing, or has another shape or dtype.
         """
         return keep(self, base, modules, pinned=pinned)
+
+    def _device(self) -> Any:
+        """The CUDA device of the parameters; ``None`` for the CPU."""
+        live = _map.parameters_of(self._owner)
+        return device_of(live[name] for name in self._layouts if name in live)
 
     def _addresses(self, without: Container[str] = ()) -> list[Any]:
         """Where parameters are, to notice those that were moved."""

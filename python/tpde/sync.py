@@ -38,6 +38,7 @@ from . import _errors
 from ._checker import Checker
 from ._collective import Collective, Communicator, TorchGroup
 from ._cuts import Bucket, buckets
+from ._device import SideStream
 from ._folder import Folder
 from ._group import Group
 from ._kept import Kept
@@ -396,7 +397,10 @@ class Subscriber:
         self._prepared: tuple[tuple[int, bool], Prepared] | None = None
         self._clock = _Clock()
         self._busy = threading.Lock()
-        self._checker = Checker(weights, channel, kept)
+        #: What is staged must not wait for tokens that are generated on the current stream.
+        self._side = SideStream(weights._device())
+        self._side.follow()  # the parameters may still be loading
+        self._checker = Checker(weights, channel, kept, self._side)
 
     def update(self) -> list[Sync]:
         """Bring the parameters to the last version, through all versions between, and answer.
@@ -413,7 +417,8 @@ class Subscriber:
             InvalidArgument: Another thread updates this subscriber.
         """
         with self._alone():
-            self._stage(check_folder=False)
+            self._side.follow()
+            self._side.run(lambda: self._stage(check_folder=False))
             try:
                 return self._commit()
             finally:
@@ -425,11 +430,14 @@ class Subscriber:
         Parameters are only read, so the engine may generate meanwhile. Everything that :meth:`commit` needs is prepared;
         :func:`tpde.slices.prepare` says how, and how much memory this takes. Answers that are not sent yet are sent.
 
+        On a CUDA device, this has a stream of its own. It waits for the last :meth:`commit`, and for what the current stream had when
+        the subscriber was made, and for no other work.
+
         Raises:
             TpdeError: As for :meth:`update`.
         """
         with self._alone():
-            self._stage(check_folder=True)
+            self._side.run(lambda: self._stage(check_folder=True))
             return [version for version, _ in self._staged]
 
     @property
@@ -516,9 +524,11 @@ class Subscriber:
 
     def _commit(self) -> list[Sync]:
         staged, self._staged = self._staged, []
+        self._side.precede()
         try:
             return [self._apply(version, whole=whole) for version, whole in staged]
         finally:
+            self._side.follow()  # copies of parameters, and a reload, may still be queued
             self._prepared = None
             self._checker.forget()
 
