@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,15 +32,26 @@ class Hub:
         return every
 
 
+def _place() -> tuple[str, ...]:
+    frame, found = sys._getframe(), []
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals["__name__"].startswith("tpde."):
+            found.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+    return tuple(found)
+
+
 class Rank:
     """A communicator with the calls of PyNccl's."""
 
     def __init__(self, hub: Hub, rank: int, end: int | None = None) -> None:
         self.hub, self.rank, self.world_size, self.device = hub, rank, hub.size, torch.device("cpu")
-        self.left, self.calls = end, 0
+        self.left = end
+        #: The functions of the channel that made each call, with their lines.
+        self.calls: list[tuple[str, ...]] = []
 
     def _count(self) -> None:
-        self.calls += 1
+        self.calls.append(_place())
         if self.left is not None:
             self.left -= 1
             if self.left < 0:

@@ -126,6 +126,8 @@ class Publisher:
         self._favor, self._timeout, self._bucket = favor, timeout, bucket
         self._save = save_file if self._source.device.type == "cpu" else Encoder(self._source.device).save_file
         self._session = uuid4().hex
+        #: An error of the first rank that the others do not know yet.
+        self._failure: Exception | None = None
         versions = self._source.share(channel.versions() if channel is not None else None)
         #: The weights of the last version; ``None`` if they are not known.
         self._last: Snapshot | None = None
@@ -153,6 +155,7 @@ class Publisher:
             Disconnected: A rank of the group has ended.
         """
         clock = _Clock()
+        self._failure = None
         plan = self._agreed(self._plan)
         clock.end("wait")
         target = self._source.snapshot()
@@ -166,15 +169,20 @@ class Publisher:
             if plan["is_whole"]:
                 record["whole"] = self._encode(target, version, plan["layouts"], record, whole=True)
             clock.end("encode")
-            record = self._agreed(lambda: self._checked(version, record))
+
+            def commit() -> dict[str, Any]:
+                self._check(version)
+                clock.end("check")
+                assert self._channel is not None
+                self._channel.commit(version, record)
+                return record
+
+            record = self._agreed(commit)
         except BaseException:
             if self._channel is not None:
                 with contextlib.suppress(_errors.Disconnected):
                     self._channel.abort()
             raise
-        clock.end("check")
-        if self._channel is not None:
-            self._channel.commit(version, record)
         self.version, self._last = version, target
         clock.end("commit")
         sync = Sync(version, record["bytes"], record["changed"], record["favor"], clock.milliseconds)
@@ -204,12 +212,15 @@ class Publisher:
         layouts = {name: _plain(self._channel.rectangles(name)) for name in names}
         return {"layouts": layouts, "is_whole": self._last is None or bool(behind)}
 
-    def _checked(self, version: int, record: dict[str, Any]) -> dict[str, Any]:
+    def _check(self, version: int) -> None:
+        """Raises if a bucket has failed, here or at a subscriber."""
         assert self._channel is not None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         failed = self._channel.prepare(version)
         if failed:
             raise self._not_acknowledged(version, failed, [])
-        return record
 
     def _encode(
         self, target: Snapshot, version: int, layouts: dict[str, Any], record: dict[str, Any], *, whole: bool
@@ -220,7 +231,7 @@ class Publisher:
         for number, bucket in enumerate(buckets(target.shapes, self._bucket)):
             name = f"{version:08}-{'whole-' if whole else ''}{self._session}-{number}"
             report = self._bucket_pair(name, target, bucket, rectangles, whole=whole)
-            if self._channel is None:
+            if self._channel is None or report is None:
                 continue
             record["bytes"] += report.stored_bytes
             lanes += sum(one.lanes for one in report.tensors)
@@ -232,7 +243,10 @@ class Publisher:
         return {"pairs": pairs, "layouts": list(layouts)}
 
     def _bucket_pair(self, name: str, target: Snapshot, bucket: Bucket, rectangles: Any, *, whole: bool) -> Any:
-        """Writes the pair of a bucket. All ranks encode what they hold, and the first one merges it. Returns a report."""
+        """Writes the pair of a bucket. All ranks encode what they hold, and the first one merges it. Returns a report.
+
+        If the first one fails, others do not know it yet. So it takes part in what follows, and `_check` raises the error everywhere.
+        """
         slices = target.slices(bucket, rectangles)
         base = None if whole or self._last is None else self._last.of(slices)
         if not self._source.is_sharded:
@@ -243,15 +257,19 @@ class Publisher:
             return inspect(path)
         with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
             own = Path(folder) / "own"
-            paths = self._gathered(own, lambda: self._save(slices, own, base=base, favor=self._favor) if slices else None)
-            if self._channel is None:
+            received = self._gathered(own, lambda: self._save(slices, own, base=base, favor=self._favor) if slices else None)
+            if self._channel is None or self._failure is not None:
                 return None
-            path = self._channel.pair(name)
-            merge_expected([(one, None) for one in paths], path, replace=True)
-            return inspect(path)
+            try:
+                path = self._channel.pair(name)
+                merge_expected([(one, None) for one in _written(own, received)], path, replace=True)
+                return inspect(path)
+            except Exception as error:
+                self._failure = error
+                return None
 
-    def _gathered(self, own: Path, encode: Callable[[], Any]) -> list[Path]:
-        """Encodes what this rank holds, and gives the pair to the first rank."""
+    def _gathered(self, own: Path, encode: Callable[[], Any]) -> list[bytes]:
+        """Encodes what this rank holds. Returns the pairs of all ranks. If one fails, all raise."""
         message, failure = b"", None
         try:
             if encode() is not None:
@@ -262,16 +280,10 @@ class Publisher:
         received = self._source.gather(message)
         if failure is not None:
             raise failure
-        paths = []
         for rank, text in enumerate(received):
             if text[:1] == b"\0":
                 raise _errors.TpdeError(f"rank {rank} of the trainer failed: {text[1:].decode()}")
-            if text and self._channel is not None:
-                end = 9 + int.from_bytes(text[1:9], "little")
-                paths.append(own.with_name(f"rank{rank}"))
-                paths[-1].with_suffix(".tpde-index").write_bytes(text[9:end])
-                paths[-1].with_suffix(".tpde-blob").write_bytes(text[end:])
-        return paths
+        return received
 
     def wait(self, timeout: float | None = None) -> list[str]:
         """Wait until each subscriber that can reach the last version has answered that it holds this version.
@@ -332,6 +344,18 @@ class Publisher:
             failed=failed,
             waiting=waiting,
         )
+
+
+def _written(beside: Path, received: list[bytes]) -> list[Path]:
+    """Writes the pairs that ranks have sent."""
+    paths = []
+    for rank, text in enumerate(received):
+        if text:
+            end = 9 + int.from_bytes(text[1:9], "little")
+            paths.append(beside.with_name(f"rank{rank}"))
+            paths[-1].with_suffix(".tpde-index").write_bytes(text[9:end])
+            paths[-1].with_suffix(".tpde-blob").write_bytes(text[end:])
+    return paths
 
 
 def _plain(rectangles: Mapping[str, Any]) -> dict[str, Any]:
@@ -503,7 +527,7 @@ class Subscriber:
             self._clock.end("check")
         if self._staged and check_folder:
             # Commit repeats what fails here, and answers with the error.
-            with contextlib.suppress(_errors.TpdeError):
+            with contextlib.suppress(Exception):
                 for version, whole in self._staged:
                     self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
                 self._clock.end("merge")
