@@ -80,6 +80,22 @@ class Driver:
         assert code in (0, 600), code
         return bool(code)
 
+    def captured_copy(self, tensor: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        """A graph that copies a tensor, as a function, and where it copies it to."""
+        stream, graph, ready = self.stream(), ctypes.c_void_p(), ctypes.c_void_p()
+        copy = self.empty(tensor.shape, tensor.dtype)
+        addresses = (ctypes.c_uint64(copy.data_ptr()), ctypes.c_uint64(tensor.data_ptr()))
+        self._in_context("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 0)
+        self._in_context("cuMemcpyDtoDAsync_v2", *addresses, ctypes.c_size_t(tensor.nbytes), ctypes.c_void_p(stream))
+        self._in_context("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        self._in_context("cuGraphInstantiateWithFlags", ctypes.byref(ready), graph, ctypes.c_uint64(0))
+
+        def replay() -> None:
+            self._in_context("cuGraphLaunch", ready, ctypes.c_void_p(stream))
+            self.finish(stream)
+
+        return replay, copy
+
     def has(self, value: Any) -> bool:
         """Whether a tensor is in memory of the device."""
         return isinstance(value, torch.Tensor) and any(start <= value.data_ptr() < end for start, end in self.ranges)
@@ -181,6 +197,16 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     copy = driver.empty(tensor.shape, tensor.dtype)
     copy.copy_(tensor)
     return copy
+
+
+def captured_copy(tensor: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+    """A CUDA graph that copies a tensor, as a function, and where it copies it to."""
+    if driver is not None:
+        return driver.captured_copy(tensor)
+    graph, copy = torch.cuda.CUDAGraph(), torch.empty_like(tensor)
+    with torch.cuda.graph(graph):
+        copy.copy_(tensor)
+    return graph.replay, copy
 
 
 def spin(stream: Any) -> None:

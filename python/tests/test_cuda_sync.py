@@ -16,7 +16,7 @@ import tpde
 # If TPDE_GPU is set, a missing PyTorch fails here.
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
 
-from stand_in import IS_USED, is_busy, raw, spin, to_device, waits_for  # noqa: E402 (needs torch)
+from stand_in import IS_USED, captured_copy, is_busy, raw, spin, to_device, waits_for  # noqa: E402 (needs torch)
 from test_sync import Loaded, Small, Trainer, weights_of  # noqa: E402
 
 import tpde.slices  # noqa: E402
@@ -78,6 +78,20 @@ def test_a_commit_is_one_launch_that_was_planned_before(tmp_path: Path, monkeypa
             assert calls.taken() == ([True] * pairs + [False], [False] * pairs)
             assert [one.version for one in engine.subscriber.commit()] == [version] and engine.has(version)
             assert calls.taken() == ([], [True])
+
+
+def test_graphs_that_were_captured_over_the_parameters_see_new_weights(tmp_path: Path) -> None:
+    trainer, engine = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1)
+    graphs = {name: captured_copy(one) for name, one in engine.live.items()}
+    for version in (1, 2):
+        trainer.publish()
+        assert engine.subscriber.stage() == [version]
+        assert [one.version for one in engine.subscriber.commit()] == [version]
+        for name, (replay, copy) in graphs.items():
+            assert raw(copy) != raw(engine.live[name])
+            replay()
+            assert raw(copy) == raw(engine.live[name])
+    assert engine.has(2)
 
 
 def test_parameters_that_move_after_they_were_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,3 +101,14 @@ def test_code_of_a_document_runs(document: str, tmp_path: Path, monkeypatch: pyt
 
 def test_documents_have_code() -> None:
     assert {"README.md", "docs/python.md", "docs/serving-many-finetunes.md", "python/README.md"} <= CODE.keys()
+
+
+def test_tests_that_a_document_names_exist() -> None:
+    text = "".join(path.read_text("utf-8") for path in DOCUMENTS)
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 15
+    for file, test in named:
+        paths = [one for folder in ("python", "integrations") if (one := ROOT / folder / "tests" / file).exists()]
+        assert len(paths) == 1 and re.search(rf"^ *def {test}\(", paths[0].read_text("utf-8"), re.MULTILINE), (
+            f"{file} has no {test}"
+        )

@@ -33,6 +33,7 @@ def test_models_follow_with_all_that_they_do_to_weights(kind: type[loaders.Model
     for rank, model in enumerate(models):
         model.load_weights(base.items())
         found = tpde.slices.record(model.load_weights, base, model.parameters)
+        found.check(refused=True)  # padding too is written by the loader
         kept = found.keep(base) if found.refusals else None
         reload = model.load_weights if kept is not None else None
         channel = tpde.sync.Folder(tmp_path)
@@ -45,6 +46,44 @@ def test_models_follow_with_all_that_they_do_to_weights(kind: type[loaders.Model
             assert subscriber.stage() == [version]
             assert [one.version for one in subscriber.commit()] == [version]
             assert same(model.parameters, kind(rank, 4).loaded(weights_of(version, kind)))
+
+
+def test_tied_weights_and_shared_experts_are_patched_once(tmp_path: Path) -> None:
+    """One memory under two names, an expert that two layers share, and a replica of an expert in other memory."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+            self.layers = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
+            for layer in self.layers:
+                layer.expert = self.layers[0].expert if layer is not self.layers[0] else torch.nn.Linear(8, 8, bias=False)
+                layer.replica = torch.nn.Linear(8, 8, bias=False)
+            self.bfloat16()
+
+        def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for name, one in tensors:
+                for own in (self.embed, self.head) if name == "embed" else ():
+                    own.weight.data.copy_(one)
+                for layer in self.layers if name == "expert" else ():
+                    layer.expert.weight.data.copy_(one)
+                    layer.replica.weight.data.copy_(one)
+
+    model, weights = Model(), {"embed": torch.randn(16, 8).bfloat16(), "expert": torch.randn(8, 8).bfloat16()}
+    model.load_weights(iter(weights.items()))
+    found = tpde.slices.record(model.load_weights, weights, model)
+    assert found.tied == {"embed.weight": ["head.weight"], "layers.0.expert.weight": ["layers.1.expert.weight"]}
+    assert len(found.pieces) == 4  # the embedding, the expert, and two replicas
+    publisher = tpde.sync.Publisher(lambda: weights, tpde.sync.Folder(tmp_path))
+    subscriber = tpde.sync.Subscriber(found, tpde.sync.Folder(tmp_path), "one", version=0)
+    for version in (1, 2):
+        weights = {name: one * 1.5 for name, one in weights.items()}
+        publisher.publish()
+        assert subscriber.stage() == [version] and [one.version for one in subscriber.commit()] == [version]
+        assert torch.equal(model.head.weight, weights["embed"]) and model.head.weight is model.embed.weight
+        for layer in model.layers:
+            assert torch.equal(layer.expert.weight, weights["expert"]) and torch.equal(layer.replica.weight, weights["expert"])
 
 
 def test_adapters_of_lora_are_left_alone(tmp_path: Path) -> None:
@@ -101,14 +140,15 @@ def test_compiled_code_sees_the_new_weights_without_compiling_again(tmp_path: Pa
 def test_parameters_that_sleep_and_wake_elsewhere(tmp_path: Path) -> None:
     trainer, engine = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1, version=0)
     parameters = engine.model.parameters
+    trainer.publish()
+    assert engine.subscriber.stage() == [1]
     # Level 1: the weights are moved, and come back at other addresses.
     moved = {name: one.clone() for name, one in parameters.items()}
     old = {name: one.data_ptr() for name, one in parameters.items()}
     for name, one in parameters.items():
         one.data = moved[name]
         assert one.data_ptr() != old[name]
-    trainer.publish()
-    assert engine.update() == [1]
+    assert [one.version for one in engine.subscriber.commit()] == [1]
     engine.check()
     # Level 2: the weights are discarded. That is found before a write, and a whole version brings them back.
     for one in parameters.values():
