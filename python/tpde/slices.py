@@ -114,7 +114,7 @@ class Map:
     def replaced(self) -> list[str]:
         """Names of the modules whose parameters are missing, or have another shape, dtype or layout than they had.
 
-        A kernel has replaced them after loading. Such modules take the second way, see :meth:`keep`.
+        A kernel has replaced them after loading. Such modules are loaded again, see :meth:`keep`.
         """
         live = _map.parameters_of(self._owner)
         other = {name for name, layout in self._layouts.items() if name not in live or _map.Layout.of(live[name]) != layout}

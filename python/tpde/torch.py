@@ -70,9 +70,9 @@ def load_file(
         base: The checkpoint that the pair was made from: a path, a state dict or a module. ``None`` if the pair needs none.
             Tensors must be contiguous, on the CPU or all on ``device``. They are not changed, and must not be written during
             the call.
-        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, CRC and sums still
-            find damage, but a forged blob is not detected; decoding is about three times as fast. A CUDA device always compares
-            the target.
+        digests: Whether base and target are compared with the digests of the pair, on the CPU. Without digests, decoding is
+            about three times as fast. CRC and sums find damage; forgery is found from format 1.2 on. A CUDA device always
+            compares the target.
         expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`.
 
@@ -177,7 +177,7 @@ def apply_(
             - ``"chunk_by_chunk"``: CRC and sums of each chunk, just before the chunk is written. On a CUDA device, digests of
               targets are compared afterwards. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway,
               the exception of the interruption (such as ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either
-              way the weights are a mixture. Without digests a forged blob is not detected: see :mod:`tpde.torch`.
+              way the weights are a mixture. On the CPU, a forged blob is detected from format 1.2 on.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
         expect: As for :func:`tpde.apply`.
@@ -339,8 +339,8 @@ def iter_patches(
     are not floating-point, and for new values that are NaN, because vLLM reads NaN as 'unchanged'. vLLM loads dense and sparse
     patches in separate calls: ``kind`` selects. Tensors that do not change have no patch.
 
-    Chunks are checked by CRC and sums. Sparse patches are not compared with the digests, which would need the whole tensor, so a
-    forged blob is not detected: see :mod:`tpde.torch`.
+    Chunks are checked by CRC and sums. Sparse patches are not compared with digests of tensors, so a forged blob is
+    detected only if the pair was encoded with ``payload_digests``.
 
     Args:
         pair, base, device, expect: As for :func:`load_file`. Only base tensors that change are read.

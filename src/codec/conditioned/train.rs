@@ -3,7 +3,7 @@
 //! Training clusters the contexts of all tensors into classes with similar statistics:
 //! 1. Contexts with similar rates of change and similar mean magnitudes of change form a group. There are a few hundred groups.
 //! 2. Each group moves to the class that encodes it in the fewest bits (k-means with the Kullback–Leibler divergence).
-//! 3. The class with the largest excess cost is split, as long as the split saves more than its table costs.
+//! 3. Of the classes whose split saves more than its table costs, the one with the largest excess cost is split.
 
 use super::cost::{BIT, exception_cost, log2};
 use super::stats::{LEVELS, Row, Split, Stats, all_lanes};
