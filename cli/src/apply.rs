@@ -65,7 +65,7 @@ impl Apply {
     fn apply(&self, common: &Common) -> Result<Report> {
         let opened = self.chain.open()?;
         let (pair, chain) = last_of(opened.base(), &opened.pairs)?;
-        let globs = matchers(&self.tensor, pair)?;
+        let globs = matchers(&self.tensor, pair.index())?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
 
         if !globs.is_empty() || pair.index().files().all(|file| file.name.is_empty()) {

@@ -4,11 +4,12 @@ use super::text;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use globset::{Glob, GlobSet};
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tpde::{
     Chain, Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Escaped, Favor, FileSource, Layout, MemoryCheckpoint, OpenOptions,
-    Pair, Result, SafetensorsCheckpoint, Source, UnknownName,
+    Pair, Rectangle, Result, SafetensorsCheckpoint, Tensor, UnknownName, ValidatedIndex,
 };
 
 /// Coding of payloads.
@@ -207,17 +208,71 @@ pub fn glob(text: &str) -> Result<Glob, String> {
 }
 
 /// Compiles patterns for names of tensors. Each must match a tensor of the pair, so that a mistyped pattern is an error.
-pub fn matchers<B: Source>(globs: &[Glob], pair: &Pair<B>) -> Result<Vec<GlobSet>> {
+pub fn matchers(globs: &[Glob], index: &ValidatedIndex) -> Result<Vec<GlobSet>> {
     let compiled = globs.iter().map(|glob| {
         // `Glob::compile_matcher` would panic on a pattern that is too large or nested too deeply.
         let matcher = GlobSet::builder()
             .add(glob.clone())
             .build()
             .map_err(|e| Error::InvalidArgument(format!("pattern {} is too large: {}", Escaped(glob.glob()), e.kind())))?;
-        if pair.index().tensors().any(|tensor| matcher.is_match(tensor.name)) {
+        if index.tensors().any(|tensor| matcher.is_match(tensor.name)) {
             return Ok(matcher);
         }
         Err(Error::InvalidArgument(format!("no tensor of the pair matches {}", Escaped(glob.glob()))))
     });
     compiled.collect()
+}
+
+/// A rectangle of the tensors whose names match.
+#[derive(Clone)]
+pub struct PartArg {
+    glob: Glob,
+    /// First index and end in each dimension; `None` is the tensor's.
+    ranges: Vec<(Option<u64>, Option<u64>)>,
+}
+
+impl PartArg {
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let expected = "expected GLOB=[RANGES], as in '*.o_proj.weight=[:, 0:512]'";
+        let (name, ranges) = text.strip_suffix(']').and_then(|text| text.rsplit_once("=[")).ok_or(expected)?;
+        let bound = |text: &str| match text.trim() {
+            "" => Ok(None),
+            digits => digits.parse().map(Some).map_err(|_| expected),
+        };
+        let range = |text: &str| {
+            let (start, end) = text.split_once(':').ok_or(expected)?;
+            Ok::<_, &str>((bound(start)?, bound(end)?))
+        };
+        let ranges = ranges.split(',').map(range).collect::<Result<_, _>>()?;
+        Ok(Self { glob: glob(name)?, ranges })
+    }
+
+    /// The rectangle of a tensor.
+    fn rectangle(&self, tensor: &Tensor<'_>) -> Result<Rectangle> {
+        let shape = tensor.whole_shape();
+        if self.ranges.len() > shape.len() {
+            let (name, ranges) = (Escaped(tensor.name), self.ranges.len());
+            return Err(Error::InvalidArgument(format!("tensor {name} of {shape:?} has no {ranges} dimensions")));
+        }
+        let mut rectangle = Rectangle::whole(shape);
+        for (dim, &(start, end)) in self.ranges.iter().enumerate() {
+            let start = start.unwrap_or(0);
+            rectangle.origin[dim] = start;
+            rectangle.extent[dim] = end.unwrap_or(shape[dim]).saturating_sub(start);
+        }
+        Ok(rectangle)
+    }
+}
+
+/// The rectangles of the tensors whose names match. Each pattern must match a tensor of the pair.
+pub fn rectangles(parts: &[PartArg], index: &ValidatedIndex) -> Result<BTreeMap<String, Vec<Rectangle>>> {
+    let globs: Vec<_> = parts.iter().map(|part| part.glob.clone()).collect();
+    let mut rectangles: BTreeMap<String, Vec<Rectangle>> = BTreeMap::new();
+    for (glob, part) in matchers(&globs, index)?.iter().zip(parts) {
+        let mut names = HashSet::new();
+        for tensor in index.tensors().filter(|tensor| glob.is_match(tensor.name) && names.insert(tensor.name)) {
+            rectangles.entry(tensor.name.to_owned()).or_default().push(part.rectangle(&tensor)?);
+        }
+    }
+    Ok(rectangles)
 }

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tpde::{Apply, Checkpoint, Encode, Rectangle, SafetensorsCheckpoint};
+use tpde::{Apply, Checkpoint, Encode, Rectangle, SafetensorsCheckpoint, ValidatedIndex};
 use tpde_store::{Anchor, Content, Error, FoldOptions, GetOptions, Opened, PutOptions, Result, StoreOptions, StoredPair, Version};
 
 impl Failure for Error {
@@ -195,34 +195,40 @@ impl Store {
         })
     }
 
-    #[pyo3(signature = (version, path, *, wanted, have, cache, progress))]
+    /// Rebuilds a version. `select` takes the shapes of all tensors by name, and returns first index and number of indexes in each
+    /// dimension of the wanted ones.
+    #[pyo3(signature = (version, path, *, select, have, cache, progress))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn get(
         &self,
         py: Python<'_>,
         version: &str,
         path: PathBuf,
-        wanted: Option<Py<PyAny>>,
+        select: Option<Py<PyAny>>,
         have: Have,
         cache: Option<PathBuf>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         let found = self.call(py, None, 0, |store, _| store.version(version))?;
-        // An exception of the caller's function ends the selection, and is raised once the call has ended.
+        // An exception of the caller's function ends the call, and is raised in place of its error.
         let raised = Mutex::new(None);
-        let is_wanted = |name: &str| {
-            let Some(wanted) = &wanted else { return true };
-            Python::attach(|py| wanted.call1(py, (name,))?.is_truthy(py)).unwrap_or_else(|error| {
+        let selected = |index: &ValidatedIndex| -> tpde::Result<BTreeMap<String, Rectangle>> {
+            let shapes: BTreeMap<_, _> = index.tensors().map(|tensor| (tensor.name, tensor.whole_shape())).collect();
+            let call = |select: &Py<PyAny>| {
+                Python::attach(|py| select.call1(py, (shapes,))?.extract::<BTreeMap<String, (Vec<u64>, Vec<u64>)>>(py))
+            };
+            let found = select.as_ref().map_or_else(|| Ok(BTreeMap::new()), call).map_err(|error| {
                 raised.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                false
-            })
+                tpde::Error::InvalidArgument("the selection failed".into())
+            })?;
+            Ok(found.into_iter().map(|(name, (origin, extent))| (name, Rectangle::new(origin, extent))).collect())
         };
         let outcome = self.call(py, progress, found.tensor_bytes, |store, steering| {
             let mut options = GetOptions::default().watch(steering);
             options.have = have;
             options.cache = cache;
-            if wanted.is_some() {
-                options = options.tensors(&is_wanted);
+            if select.is_some() {
+                options = options.select(&selected);
             }
             let report = store.get(&found.name(), &path, &options)?;
             let left_out: BTreeMap<_, _> = report.left_out.iter().map(|one| (&one.pair, &one.reason)).collect();

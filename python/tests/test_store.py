@@ -109,6 +109,30 @@ def test_some_tensors_are_read(store: tpde.store.Store, tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))], "nothing is left"
 
 
+def test_rectangles_of_tensors_are_read(store: tpde.store.Store, tmp_path: Path) -> None:
+    save_file, load_file = pytest.importorskip("safetensors.numpy").save_file, pytest.importorskip("safetensors.numpy").load_file
+    weights = {"a.weight": np.arange(6000, dtype=np.float32).reshape(60, 100), "b.weight": np.ones((3, 4), np.float16)}
+    for number in range(3):
+        weights["a.weight"][number::7] += 1
+        save_file(weights, tmp_path / "in")
+        store.put(tmp_path / "in", chunk_lanes=4096)
+    for index in (np.s_[3:9], np.s_[:, 50:], np.s_[-2:, 7], np.s_[..., 1:2]):
+        out = store.get("main", tmp_path / "out", tensors="b.*", parts={"a.*": index})
+        found = load_file(tmp_path / "out")
+        assert found["a.weight"].tobytes() == weights["a.weight"][index].tobytes() and found["a.weight"].ndim == 2
+        assert found["b.weight"].tobytes() == weights["b.weight"].tobytes() and out.name == "main@2"
+        (tmp_path / "out").unlink()
+    for parts, error, match in (
+        ({"c.*": np.s_[:1]}, tpde.InvalidArgument, "matches"),
+        ({"a.*": np.s_[:61]}, tpde.OutOfRange, "61"),
+        ({"a.*": [np.s_[:1], np.s_[2:3]]}, tpde.InvalidArgument, "2 rectangles"),
+        ([("a.*", np.s_[:1])], tpde.InvalidArgument, "expected a dict"),
+    ):
+        with pytest.raises(error, match=match):
+            store.get("main", tmp_path / "out", parts=parts)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "store"], "nothing is left"
+
+
 def test_a_folder_comes_back_with_all_files(store: tpde.store.Store, tmp_path: Path, made: Made) -> None:
     folder = tmp_path / "model"
     (folder / "nested").mkdir(parents=True)

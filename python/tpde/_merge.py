@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _tpde
 from ._errors import InvalidArgument
-from ._index import rectangle
+from ._parts import check_parts, rectangles
 from ._paths import Digest, StrPath, digest_of, inspect, is_path, matching, path_of, report
 from ._progress import Progress, progress_callback
 
@@ -154,14 +154,8 @@ def subset(
 
 def _rectangles(pair: StrPath, digest: bytes | None, parts: Mapping[str, Any]) -> dict[str, list[tuple[list[int], list[int]]]]:
     """Origin and extent of rectangles, by name of the tensor."""
-    if not isinstance(parts, Mapping):
-        raise InvalidArgument(f"parts is a {type(parts).__name__}: expected a dict of patterns to rectangles")
+    check_parts(parts)
     if not parts:
         return {}
     shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}
-    rectangles: dict[str, list[tuple[list[int], list[int]]]] = {}
-    for pattern, indices in parts.items():
-        for name in sorted(matching(pair, digest, [pattern])):
-            found = [rectangle(name, index, shapes[name]) for index in (indices if isinstance(indices, list) else [indices])]
-            rectangles.setdefault(name, []).extend((one.origin, one.extent) for one in found)
-    return rectangles
+    return rectangles(parts, shapes)

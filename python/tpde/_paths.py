@@ -410,7 +410,11 @@ def digest_of(expect: Digest | None) -> bytes | None:
 
 def matching(pair: StrPath, digest: bytes | None, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
     """Names of the tensors of a pair that match a pattern, one of several patterns, or a function of the name."""
-    names = [tensor.name for tensor in inspect(pair, expect=digest).tensors]
+    return matching_names([tensor.name for tensor in inspect(pair, expect=digest).tensors], tensors)
+
+
+def matching_names(names: Iterable[str], tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
+    """The names that match a pattern, one of several patterns, or a function of the name. Each pattern must match a name."""
     if callable(tensors):
         return {name for name in names if tensors(name)}
     wanted: set[str] = set()

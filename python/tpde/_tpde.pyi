@@ -95,7 +95,7 @@ class Store:
         version: str,
         path: _Path,
         *,
-        wanted: Callable[[str], bool] | None,
+        select: Callable[[dict[str, list[int]]], dict[str, tuple[list[int], list[int]]]] | None,
         have: _Have,
         cache: _Path | None,
         progress: _Progress | None,

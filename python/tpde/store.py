@@ -18,13 +18,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from . import _tpde
 from ._errors import InvalidArgument
 from ._memory import describe_all
-from ._paths import StrPath, is_path, options, path_of, path_or_none, report
+from ._parts import check_parts, rectangles
+from ._paths import StrPath, is_path, matching_names, options, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
 
 if not hasattr(_tpde, "Store"):
@@ -275,6 +276,7 @@ class Store:
         path: StrPath,
         *,
         tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
+        parts: Mapping[str, Any] | None = None,
         have: Mapping[str, StrPath] | None = None,
         cache: StrPath | None = None,
         progress: Progress = None,
@@ -288,6 +290,9 @@ class Store:
             path: Output, which must not exist.
             tensors: Which tensors to rebuild: a pattern with ``*``, several patterns, or a function of the name. The output is then one
                 safetensors file, and only the chunks of these tensors are read from the store.
+            parts: Rectangles by pattern, such as ``{"*.o_proj.weight": np.s_[:, 1536:2048]}``. Of a tensor whose name matches, only the
+                rectangle is rebuilt, and the tensor of the output has its shape. A rectangle is an index as NumPy has it; a number
+                counts as a range of one. Only the chunks with elements of it are read.
             have: Checkpoints that are here, by version.
             cache: Folder in which the pairs that were read stay for later calls.
             progress: As for :func:`tpde.encode`.
@@ -295,13 +300,16 @@ class Store:
         Raises:
             AlreadyExists: ``path`` exists.
             ExternalVersion: The base is not in the store, and not in ``have``.
-            NoVersion, Unreachable, WrongBase, InvalidArgument: As their names say. There is no output then.
+            InvalidArgument: A pattern matches no tensor, or a tensor has several rectangles, or one that is not within it.
+            NoVersion, Unreachable, WrongBase: As their names say. There is no output then.
         """
+        check_parts({} if parts is None else parts)
+        is_selection = tensors is not None or parts
         with progress_callback(progress, "get") as callback:
             text = self._store.get(
                 _text(version, "version"),
                 path_of(path),
-                wanted=None if tensors is None else _wanted(tensors),
+                select=partial(_selection, tensors, parts or {}) if is_selection else None,
                 have=_have(have),
                 cache=path_or_none(cache),
                 progress=callback,
@@ -494,8 +502,14 @@ def _put_arguments(
     }
 
 
-def _wanted(tensors: str | Iterable[str] | Callable[[str], bool]) -> Callable[[str], bool]:
-    if callable(tensors):
-        return tensors
-    patterns = [tensors] if isinstance(tensors, str) else list(tensors)
-    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+def _selection(
+    tensors: str | Iterable[str] | Callable[[str], bool] | None, parts: Mapping[str, Any], shapes: dict[str, list[int]]
+) -> dict[str, tuple[list[int], list[int]]]:
+    """Origin and extent of what is selected, by name of the tensor."""
+    names = set() if tensors is None else matching_names(shapes, tensors)
+    selection = {name: ([0] * len(shapes[name]), shapes[name]) for name in names}
+    for name, found in rectangles(parts, shapes).items():
+        if len(found) != 1:
+            raise InvalidArgument(f"parts selects {len(found)} rectangles of tensor {name!r}: expected one")
+        selection[name] = found[0]
+    return selection

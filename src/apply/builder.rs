@@ -7,12 +7,14 @@ use super::moves::Moves;
 use super::range::{self, Changes};
 use super::run::{ApplyReport, Run, Sink};
 use super::slices;
+use super::slices_to_path::{self, GROUP_BYTES, Output};
 use super::to_path;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, MemoryCheckpoint, TensorInfo};
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
+use crate::rectangle::Rectangle;
 use crate::safetensors::{outputs, target_metadata};
 use crate::slice::{FusedSlices, Memories};
 use crate::source::Source;
@@ -278,6 +280,20 @@ impl<'a, B: Source> Apply<'a, B> {
         let entries = held.slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
         let run = self.run_for(entries.collect::<Vec<_>>())?;
         slices::rebuild(run, held)
+    }
+
+    /// Writes slices as one safetensors file with a new header, each under the name of its tensor, and with the shape of its
+    /// rectangle. Decodes only the chunks that have elements of the slices. The file appears as by [`Apply::to_path`].
+    ///
+    /// Memory: 256 MiB, or the largest slice.
+    ///
+    /// # Errors
+    /// Those of [`Apply::to_slices`] and, for the file, of [`Apply::to_path`]. There is no file then.
+    pub fn slices_to_path(&self, slices: &BTreeMap<String, Rectangle>, path: impl AsRef<Path>) -> Result<ApplyReport> {
+        let inputs = self.base.iter().flat_map(|base| base.paths()).chain(self.pair.paths()).collect();
+        let output =
+            Output { path: path.as_ref(), replace: self.overwrite, inputs, progress: &self.watcher, group_bytes: GROUP_BYTES };
+        slices_to_path::write(self.pair.index(), slices, output, |slices| self.to_slices(slices))
     }
 
     /// Changes slices of tensors ([`SliceMut`](crate::SliceMut), or several in one memory, [`FusedSlices`]) from base to target.

@@ -17,6 +17,7 @@ mod range;
 mod rebuilt;
 mod run;
 mod slices;
+mod slices_to_path;
 mod to_path;
 mod verify;
 

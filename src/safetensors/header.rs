@@ -41,7 +41,7 @@ pub(crate) fn tensor_names(content: &[u8]) -> Result<Vec<String>, String> {
 
 /// A tensor in a file.
 #[derive(Debug)]
-pub(super) struct FileTensor {
+pub struct FileTensor {
     pub info: TensorInfo,
     /// Offset of the tensor in the data, in bytes.
     pub offset: u64,

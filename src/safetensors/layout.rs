@@ -194,8 +194,11 @@ pub(crate) fn check_composable(tensors: &[TensorInfo]) -> Result<()> {
     compose(tensors.to_vec()).map(|_| ())
 }
 
-/// One file with these tensors, which are in ascending order of name.
-fn compose(mut tensors: Vec<TensorInfo>) -> Result<(Output, Vec<FileTensor>)> {
+/// One file with these tensors, which are in ascending order of name, and their locations.
+///
+/// # Errors
+/// [`Error::NotWritable`], as for [`outputs`].
+pub(crate) fn compose(mut tensors: Vec<TensorInfo>) -> Result<(Output, Vec<FileTensor>)> {
     // Put wide elements first, so that every tensor is aligned. The safetensors crate uses the same order.
     tensors.sort_by_key(|info| std::cmp::Reverse(info.dtype.bits()));
     let mut end = 0u64;

@@ -14,4 +14,4 @@ pub(crate) use barrier::barrier;
 pub use checkpoint::SafetensorsCheckpoint;
 pub(crate) use checkpoint::file_specs;
 pub(crate) use header::tensor_names;
-pub(crate) use layout::{Location, Locations, Output, check_composable, check_target_files, outputs, target_metadata};
+pub(crate) use layout::{Location, Locations, Output, check_composable, check_target_files, compose, outputs, target_metadata};

@@ -5,12 +5,12 @@ use crate::error::{Error, Result};
 use crate::manifest::{MAX_SEGMENT, Segment, Stored, StoredPair};
 use crate::names;
 use crate::remote::Remote;
-use std::collections::HashMap;
+use crate::wanted::Wanted;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use tpde::{BaseKind, FileSource, OpenOptions, Pair, Rectangle, Tensor, ValidatedIndex, Watch};
+use tpde::{FileSource, OpenOptions, Pair, ValidatedIndex, Watch};
 
 /// Ranges with a smaller gap between them are read by one request.
 const GAP: u64 = 1 << 20;
@@ -108,26 +108,6 @@ fn open(path: &Path) -> Result<File> {
     File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("create", path, e))
 }
 
-/// What the tensors and parts of a pair are made from: names of base tensors, with the parts of them, or `None` for all.
-#[derive(Default)]
-struct Bases(HashMap<String, Vec<Option<Rectangle>>>);
-
-impl Bases {
-    fn add(&mut self, tensor: &Tensor<'_>) {
-        if tensor.base_kind != BaseKind::None {
-            // The base of a part is the same part of a tensor of the same shape, unless it is formed otherwise.
-            let part = (tensor.base_kind == BaseKind::Same).then(|| tensor.rectangle());
-            self.0.entry(tensor.base_name.to_owned()).or_default().push(part);
-        }
-    }
-
-    /// Whether something is made from this tensor or part.
-    fn have(&self, tensor: &Tensor<'_>) -> bool {
-        let meets = |part: &Option<Rectangle>| part.as_ref().is_none_or(|part| part.intersection(&tensor.rectangle()).is_some());
-        self.0.get(tensor.name).is_some_and(|parts| parts.iter().any(meets))
-    }
-}
-
 /// The pairs that were read from a store, in a folder.
 pub(crate) struct Cache<'a> {
     pub remote: &'a Remote,
@@ -173,54 +153,57 @@ impl Cache<'_> {
         pairs.iter().enumerate().map(|(at, pair)| self.open(pair).map_err(|error| Failed { at, error })).collect()
     }
 
-    /// The wanted payloads of a pair that are not in its blob here, and what the wanted tensors are made from.
-    fn wanted(&self, pair: &StoredPair, is_wanted: &dyn Fn(&Tensor<'_>) -> bool) -> Result<(Wanted, Bases)> {
-        let index = self.read_index(pair)?;
+    /// The wanted payloads of a pair that are not in its blob here, and what these chunks are made from.
+    fn missing(&self, pair: &StoredPair, index: &ValidatedIndex, wanted: &Wanted) -> (Missing, Wanted) {
         let held = self.held(pair);
         let mut scratch = Vec::new();
-        let mut wanted = Wanted { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
-        let mut bases = Bases::default();
-        for tensor in index.tensors().filter(is_wanted) {
-            for (number, chunk) in tensor.chunks().map(|number| (number, index.chunk(number))) {
+        let mut missing = Missing { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
+        let mut bases = Wanted::default();
+        for tensor in index.tensors() {
+            let chunks = wanted.chunks(&tensor);
+            for &number in &chunks {
+                let chunk = index.chunk(number);
                 // Compares CRC-32 and digest.
                 let mut is_held = || held.as_ref().is_some_and(|held| held.payload(number, &mut scratch).is_ok());
                 if chunk.compressed_size > 0 && !is_held() {
                     let end = chunk.blob_offset + u64::from(chunk.compressed_size).next_multiple_of(16);
-                    wanted.ranges.push(chunk.blob_offset..end);
-                    wanted.chunks.push(number);
+                    missing.ranges.push(chunk.blob_offset..end);
+                    missing.chunks.push(number);
                 }
             }
-            bases.add(&tensor);
+            bases.add_bases(&tensor, &chunks);
         }
-        Ok((wanted, bases))
+        (missing, bases)
     }
 
-    /// Pairs with the payloads of the wanted tensors and parts of the last one, and of what these are made from in the pairs before.
-    /// Other payloads are zeros, and reading them is an error. Payloads that an earlier call has read are not read again.
-    fn all_partial(&self, pairs: &[&StoredPair], is_wanted: &dyn Fn(&Tensor<'_>) -> bool) -> Result<Vec<Pair<FileSource>>, Failed> {
+    /// Pairs with the payloads of the chunks that have wanted elements of the last one, and of what these are made from in the pairs
+    /// before. Other payloads are zeros, and reading them is an error. Payloads that an earlier call has read are not read again.
+    fn all_partial(&self, pairs: &[&StoredPair], select: Select<'_>) -> Result<Vec<Pair<FileSource>>, Failed> {
         let indexes: Vec<_> = pairs.iter().map(|pair| (&pair.index, self.path(pair, INDEX))).collect();
         to_files(self.remote, &indexes, self.watch)?;
-        let mut wanted: Vec<Wanted> = Vec::new();
-        let mut bases: Option<Bases> = None;
+        let mut all: Vec<Missing> = Vec::new();
+        let mut wanted: Option<Wanted> = None;
         for (at, pair) in pairs.iter().enumerate().rev() {
-            let is_wanted = |tensor: &Tensor<'_>| bases.as_ref().map_or_else(|| is_wanted(tensor), |bases| bases.have(tensor));
-            let (ranges, next) = self.wanted(pair, &is_wanted).map_err(|error| Failed { at, error })?;
-            bases = Some(next);
-            wanted.push(ranges);
+            let failed = |error| Failed { at, error };
+            let index = self.read_index(pair).map_err(failed)?;
+            let of_pair = wanted.map_or_else(|| select(&index), Ok).map_err(failed)?;
+            let (missing, bases) = self.missing(pair, &index, &of_pair);
+            wanted = Some(bases);
+            all.push(missing);
         }
-        wanted.reverse();
-        self.ranges(pairs, &wanted)?;
-        let open = |(at, (pair, wanted)): (usize, (&&StoredPair, Wanted))| {
+        all.reverse();
+        self.ranges(pairs, &all)?;
+        let open = |(at, (pair, missing)): (usize, (&&StoredPair, Missing))| {
             let open = || {
                 let (opened, mut scratch) = (self.open(pair)?, Vec::new());
-                for chunk in wanted.chunks {
+                for chunk in missing.chunks {
                     opened.payload(chunk, &mut scratch)?;
                 }
                 Ok(opened)
             };
             open().map_err(|error| Failed { at, error })
         };
-        pairs.iter().zip(wanted).enumerate().map(open).collect()
+        pairs.iter().zip(all).enumerate().map(open).collect()
     }
 
     /// The pair, if an earlier call has read its blob or ranges of it.
@@ -230,14 +213,14 @@ impl Cache<'_> {
     }
 
     /// Writes ranges of blobs to their files.
-    fn ranges(&self, pairs: &[&StoredPair], wanted: &[Wanted]) -> Result<(), Failed> {
+    fn ranges(&self, pairs: &[&StoredPair], missing: &[Missing]) -> Result<(), Failed> {
         let mut requests = Vec::new();
-        for (at, (pair, wanted)) in pairs.iter().zip(wanted).enumerate() {
+        for (at, (pair, missing)) in pairs.iter().zip(missing).enumerate() {
             let path = self.path(pair, BLOB);
             let set = |file: File| file.set_len(pair.blob.bytes).map_err(|e| Error::io("write", &path, e));
             open(&path).and_then(set).map_err(|error| Failed { at, error })?;
             requests
-                .extend(cut(&pair.blob, &wanted.ranges).into_iter().map(|(offset, segment, range)| (at, offset, segment, range)));
+                .extend(cut(&pair.blob, &missing.ranges).into_iter().map(|(offset, segment, range)| (at, offset, segment, range)));
         }
         let mut last = 0;
         let start = |(_, _, segment, range): &(usize, u64, Segment, Range<u64>)| {
@@ -259,20 +242,23 @@ impl Cache<'_> {
 }
 
 /// What is read of a blob: ranges, and the chunks whose payloads are in them.
-struct Wanted {
+struct Missing {
     ranges: Vec<Range<u64>>,
     chunks: Vec<u32>,
 }
 
-/// Reads the pairs of a route from the store: whole, or with the payloads of wanted tensors and parts, and of what these are made
+/// Says what is wanted of the tensors of a pair.
+pub(crate) type Select<'a> = &'a dyn Fn(&ValidatedIndex) -> Result<Wanted>;
+
+/// Reads the pairs of a route from the store: whole, or with the payloads of what is wanted of the last one, and of what that is made
 /// from in the pairs before.
 pub(crate) fn fetch_pairs(
     cache: &Cache<'_>,
     pairs: &[&StoredPair],
-    is_wanted: Option<&dyn Fn(&Tensor<'_>) -> bool>,
+    select: Option<Select<'_>>,
 ) -> Result<Vec<Pair<FileSource>>, Failed> {
-    match is_wanted {
-        Some(is_wanted) => cache.all_partial(pairs, is_wanted),
+    match select {
+        Some(select) => cache.all_partial(pairs, select),
         None => cache.all_whole(pairs),
     }
 }

@@ -1,17 +1,21 @@
 //! `get`: rebuilds a version.
 
 use crate::catalog::Catalog;
-use crate::download::{Cache, to_file};
+use crate::download::{Cache, Select, to_file};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, check_state, resolve};
 use crate::put::Base;
 use crate::reach::{LeftOut, reach};
 use crate::route::Start;
-use std::collections::HashSet;
+use crate::wanted::Wanted;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use tpde::{Apply, Escaped, Tensor, ValidatedIndex, Watch};
+use tpde::{Apply, Escaped, Rectangle, Tensor, ValidatedIndex, Watch};
+
+/// Returns the wanted rectangle of each wanted tensor, by name: [`Rectangle::whole`] for a whole tensor.
+pub type SelectTensors<'a> = dyn Fn(&ValidatedIndex) -> tpde::Result<BTreeMap<String, Rectangle>> + 'a;
 
 /// Options of [`Store::get`](crate::Store::get).
 #[derive(Default)]
@@ -21,6 +25,9 @@ pub struct GetOptions<'a> {
     pub have: Vec<(String, PathBuf)>,
     /// Selects tensors by name. The output is then one safetensors file of them. Only their chunks are read from the store.
     pub tensors: Option<&'a dyn Fn(&str) -> bool>,
+    /// Selects tensors and rectangles of tensors, from the index of the pair that gives the version. In the output, a tensor has the
+    /// shape of its rectangle. Otherwise like [`tensors`](Self#structfield.tensors), to whose tensors it adds.
+    pub select: Option<&'a SelectTensors<'a>>,
     /// Folder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
     /// removed when the output is complete and used again after an interruption.
     pub cache: Option<PathBuf>,
@@ -44,6 +51,13 @@ impl<'a> GetOptions<'a> {
         self
     }
 
+    /// Sets [`select`](Self#structfield.select).
+    #[must_use]
+    pub fn select(mut self, select: &'a SelectTensors<'a>) -> Self {
+        self.select = Some(select);
+        self
+    }
+
     /// Sets [`cache`](Self#structfield.cache).
     #[must_use]
     pub fn cache(mut self, folder: impl Into<PathBuf>) -> Self {
@@ -56,6 +70,36 @@ impl<'a> GetOptions<'a> {
     pub fn watch(mut self, watch: &'a dyn Watch) -> Self {
         self.watch = Some(watch);
         self
+    }
+
+    /// Whether not all tensors are wanted.
+    pub(crate) fn is_selection(&self) -> bool {
+        self.tensors.is_some() || self.select.is_some()
+    }
+
+    /// What is wanted of the tensors of a pair.
+    pub(crate) fn wanted(&self, version: &Version, index: &ValidatedIndex) -> Result<Wanted> {
+        let selection = self.selection(version, index)?;
+        Ok(Wanted::of(selection.into_iter().map(|(name, rectangle)| (name, vec![rectangle]))))
+    }
+
+    /// The wanted rectangles of the tensors of a pair.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are none; those of [`select`](Self#structfield.select).
+    fn selection(&self, version: &Version, index: &ValidatedIndex) -> Result<BTreeMap<String, Rectangle>> {
+        let is_wanted = |name: &str| self.tensors.is_some_and(|is_wanted| is_wanted(name));
+        let whole = |tensor: Tensor<'_>| (tensor.name.to_owned(), Rectangle::whole(tensor.whole_shape()));
+        let mut names = HashSet::new();
+        let new = index.tensors().filter(|tensor| names.insert(tensor.name) && is_wanted(tensor.name));
+        let mut selection: BTreeMap<_, _> = new.map(whole).collect();
+        if let Some(select) = self.select {
+            selection.extend(select(index)?);
+        }
+        if selection.is_empty() {
+            return Err(Error::InvalidArgument(format!("no tensor of {} is selected", version.name())));
+        }
+        Ok(selection)
     }
 }
 
@@ -85,10 +129,10 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let watch = options.watch.unwrap_or(NOBODY);
     let cache = Cache { remote: &prefix.remote, folder, watch };
 
-    let by_name = options.tensors.map(|is_wanted| move |tensor: &Tensor<'_>| is_wanted(tensor.name));
-    let by_name = by_name.as_ref().map(|by_name| by_name as _);
-    let reached = reach(&mut catalog, &cache, &version, Start::Get(&have), by_name, |route, pairs| {
-        rebuild(&cache, &version, &Base::open(route, &have, pairs)?, output, options.tensors)
+    let select = |index: &ValidatedIndex| options.wanted(&version, index);
+    let select = options.is_selection().then_some(&select as Select<'_>);
+    let reached = reach(&mut catalog, &cache, &version, Start::Get(&have), select, |route, pairs| {
+        rebuild(&cache, &version, &Base::open(route, &have, pairs)?, output, options)
     });
     // What was read is of use only to a repeated call.
     let is_over = match &reached {
@@ -111,19 +155,22 @@ fn is_permanent(error: &Error) -> bool {
     )
 }
 
-fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, output: &Path, tensors: Option<&dyn Fn(&str) -> bool>) -> Result<()> {
+fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, output: &Path, options: &GetOptions<'_>) -> Result<()> {
     let Some(last) = base.last() else {
         return Err(Error::InvalidArgument(format!("{} is a checkpoint that the caller has", version.name())));
     };
     check_pair(version, last.index())?;
     let chain = base.chain()?.without_last();
     let apply = Apply::new(last).base(&chain).watch(cache.watch);
-    if let Some(is_wanted) = tensors {
-        let apply = apply.tensors(is_wanted);
-        if apply.selected().next().is_none() {
-            return Err(Error::InvalidArgument(format!("no tensor of {} is selected", version.name())));
+    if options.is_selection() {
+        let selection = options.selection(version, last.index())?;
+        let shape = |name: &str| last.index().find(name).map(|tensor| tensor.whole_shape());
+        if selection.iter().all(|(name, rectangle)| shape(name).is_some_and(|shape| *rectangle == Rectangle::whole(shape))) {
+            // Not held in memory.
+            apply.tensors(|name| selection.contains_key(name)).to_path(output)?;
+        } else {
+            apply.slices_to_path(&selection, output)?;
         }
-        apply.to_path(output)?;
         return Ok(());
     }
     if is_one_file(last.index()) {

@@ -49,12 +49,13 @@ mod route;
 mod store;
 mod upload;
 mod verify;
+mod wanted;
 
 pub use digest::Digest;
 pub use error::{Error, Result};
 pub use fold::{FoldOptions, PruneReport};
 pub use gc::GcReport;
-pub use get::{GetOptions, GetReport};
+pub use get::{GetOptions, GetReport, SelectTensors};
 pub use manifest::{Content, Reference, Segment, Shortcut, SinceAnchor, Stored, StoredFile, StoredPair, Version};
 pub use opened::Opened;
 pub use put::{Anchor, PutOptions};

@@ -1,7 +1,7 @@
 //! Versions whose pairs are in a local folder, read without rebuilding them as files.
 
 use crate::catalog::Catalog;
-use crate::download::Cache;
+use crate::download::{Cache, Select};
 use crate::error::{Error, Result};
 use crate::get::{GetOptions, check_pair};
 use crate::manifest::Version;
@@ -9,9 +9,10 @@ use crate::prefix::{NOBODY, Prefix, resolve};
 use crate::put::{Base, temporary};
 use crate::reach::{LeftOut, reach};
 use crate::route::Start;
+use crate::wanted::Wanted;
 use std::collections::BTreeMap;
 use std::fs;
-use tpde::{Chain, FileSource, Pair, Rectangle, Tensor};
+use tpde::{Chain, FileSource, Pair, Rectangle, ValidatedIndex};
 
 /// A version whose pairs were read from the store: [`Store::open_version`](crate::Store::open_version) makes it.
 ///
@@ -69,19 +70,12 @@ pub(crate) fn open_version(
     };
     fs::create_dir_all(&path).map_err(|e| Error::io("create", &path, e))?;
     let cache = Cache { remote: &prefix.remote, folder: &path, watch: options.watch.unwrap_or(NOBODY) };
-    let by_name = options.tensors.map(|is_wanted| move |tensor: &Tensor<'_>| is_wanted(tensor.name));
-    let by_part = parts.map(|parts| {
-        move |tensor: &Tensor<'_>| {
-            let meets = |wanted: &Rectangle| wanted.intersection(&tensor.rectangle()).is_some();
-            parts.get(tensor.name).is_some_and(|wanted| wanted.iter().any(meets))
-        }
-    });
-    let is_wanted = match (&by_part, &by_name) {
-        (Some(by_part), _) => Some(by_part as &dyn Fn(&Tensor<'_>) -> bool),
-        (None, Some(by_name)) => Some(by_name as _),
-        (None, None) => None,
+    let select = |index: &ValidatedIndex| match parts {
+        Some(parts) => Ok(Wanted::of(parts.clone())),
+        None => options.wanted(&version, index),
     };
-    let (base, left_out) = reach(&mut catalog, &cache, &version, Start::Get(&have), is_wanted, |route, pairs| {
+    let select = (parts.is_some() || options.is_selection()).then_some(&select as Select<'_>);
+    let (base, left_out) = reach(&mut catalog, &cache, &version, Start::Get(&have), select, |route, pairs| {
         let base = Base::open(route, &have, pairs)?;
         base.last().map_or(Ok(()), |last| check_pair(&version, last.index()))?;
         Ok(base)

@@ -10,6 +10,7 @@ use crate::prefix::{NOBODY, Prefix, new_version, resolve, state};
 use crate::reach::reach;
 use crate::route::{self, Have, Route, Source, Start};
 use crate::upload::{Upload, take};
+use crate::wanted::Wanted;
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -255,7 +256,7 @@ fn check_fits(
     let folder = temporary()?;
     let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
     let open = |route: &Route, pairs| Base::open(route, have, pairs);
-    let (base, _) = reach(catalog, &cache, parent, Start::Get(have), Some(&|_| false), open)?;
+    let (base, _) = reach(catalog, &cache, parent, Start::Get(have), Some(&|_| Ok(Wanted::default())), open)?;
     Chain::new(base.checkpoint(), base.pairs.iter().chain([pair]))?;
     let is_described = |tensor: Tensor<'_>| {
         let of_base = base.last().into_iter().flat_map(|last| last.index().entries(tensor.base_name));

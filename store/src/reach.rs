@@ -1,13 +1,13 @@
 //! Ways to versions that are read from the store. A step that is damaged is left out if there is another way.
 
 use crate::catalog::Catalog;
-use crate::download::{Cache, Failed, fetch_pairs};
+use crate::download::{Cache, Failed, Select, fetch_pairs};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
 use crate::prefix::check_state;
 use crate::route::{self, Route, Start, Step};
 use serde::Serialize;
-use tpde::{FileSource, Pair, Tensor};
+use tpde::{FileSource, Pair};
 
 /// A pair that a call did without, because it is damaged.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -19,7 +19,7 @@ pub struct LeftOut {
     pub reason: String,
 }
 
-/// Reads the cheapest way to a version, and calls `done` with it: with all payloads, or with those that `is_wanted` selects. If a pair
+/// Reads the cheapest way to a version, and calls `done` with it: with all payloads, or with those that `select` wants. If a pair
 /// is damaged, the cheapest way without it is tried. Returns the result of `done`, and the pairs that were left out.
 ///
 /// # Errors
@@ -29,7 +29,7 @@ pub(crate) fn reach<T>(
     cache: &Cache<'_>,
     version: &Version,
     start: Start<'_>,
-    is_wanted: Option<&dyn Fn(&Tensor<'_>) -> bool>,
+    select: Option<Select<'_>>,
     mut done: impl FnMut(&Route, Vec<Pair<FileSource>>) -> Result<T>,
 ) -> Result<(T, Vec<LeftOut>)> {
     let mut without: Vec<Step> = Vec::new();
@@ -42,7 +42,7 @@ pub(crate) fn reach<T>(
                 None => route::why_not(catalog, version)?,
             });
         };
-        let (faulty, error) = match read(catalog, cache, &route, is_wanted) {
+        let (faulty, error) = match read(catalog, cache, &route, select) {
             Ok(pairs) => match done(&route, pairs) {
                 Ok(done) => {
                     let damaged = catalog.damaged().iter();
@@ -71,10 +71,10 @@ fn read(
     catalog: &mut Catalog<'_>,
     cache: &Cache<'_>,
     route: &Route,
-    is_wanted: Option<&dyn Fn(&Tensor<'_>) -> bool>,
+    select: Option<Select<'_>>,
 ) -> Result<Vec<Pair<FileSource>>, Failed> {
     let stored: Vec<_> = route.steps.iter().map(|step| &step.pair).collect();
-    let pairs = fetch_pairs(cache, &stored, is_wanted)?;
+    let pairs = fetch_pairs(cache, &stored, select)?;
     for (at, (step, pair)) in route.steps.iter().zip(&pairs).enumerate() {
         let mut check = || catalog.at(&step.to)?.map_or(Ok(()), |version| check_state(&version, pair.index()));
         check().map_err(|error| Failed { at, error })?;

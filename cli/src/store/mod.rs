@@ -4,19 +4,20 @@ mod report;
 mod rows;
 
 use crate::common::Common;
-use crate::inputs::{CodecArgs, glob};
+use crate::inputs::{CodecArgs, PartArg, glob, matchers, rectangles};
 use crate::signals::TemporaryFolder;
 use crate::{failure, html, text};
 use anyhow::{Context, anyhow};
 use clap::{Args, Subcommand};
-use globset::{Glob, GlobSetBuilder};
+use globset::Glob;
 use report::Described;
 use rows::{Collected, Deleted, Folded, Got, Made, Pruned, Row, Sizes, Verified, Versions};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use tpde::{Checkpoint, SafetensorsCheckpoint, Split};
+use tpde::{Checkpoint, Escaped, Rectangle, SafetensorsCheckpoint, Split, ValidatedIndex};
 use tpde_store::{Anchor, FoldOptions, GetOptions, PutOptions, Store as Opened, StoreOptions};
 
 /// Keep versions of checkpoints in a folder or an object store
@@ -114,6 +115,11 @@ struct Get {
     /// Rebuild only tensors whose names match; may be repeated. The output is then one safetensors file
     #[arg(long, value_name = "GLOB", value_parser = glob)]
     tensor: Vec<Glob>,
+    /// Of the tensors whose names match, rebuild only a rectangle, as in '*.o_proj.weight=[:, 0:512]'; may be repeated. The output is
+    /// then one safetensors file, in which such a tensor has the shape of its rectangle. The ranges are those of the dimensions in
+    /// order. A missing bound is that of the tensor, and so is a missing range at the end
+    #[arg(long, value_name = "GLOB=[RANGES]", value_parser = PartArg::parse)]
+    part: Vec<PartArg>,
     /// Folder in which the pairs that were read stay for later calls
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
@@ -379,13 +385,10 @@ impl Get {
         // If only some tensors are rebuilt, the bar ends early.
         let bar = common.bar("get", version.tensor_bytes);
         let advance = |bytes| bar.inc(bytes);
-        let mut set = GlobSetBuilder::new();
-        self.tensor.iter().for_each(|one| _ = set.add(one.clone()));
-        let set = set.build().context("the patterns of --tensor")?;
-        let is_wanted = |name: &str| set.is_match(name);
+        let select = |index: &ValidatedIndex| self.selection(index);
         let mut options = GetOptions::default().watch(&advance);
-        if !self.tensor.is_empty() {
-            options = options.tensors(&is_wanted);
+        if !self.tensor.is_empty() || !self.part.is_empty() {
+            options = options.select(&select);
         }
         if let Some(cache) = &self.cache {
             options = options.cache(cache);
@@ -396,6 +399,23 @@ impl Get {
         let report = store.get(&version.name(), &self.output, &options).map_err(error)?;
         bar.finish_and_clear();
         Ok(Got::of(report))
+    }
+
+    /// The tensors and rectangles that the patterns select. A tensor that matches --part has the shape of its rectangle, also if it
+    /// matches --tensor.
+    fn selection(&self, index: &ValidatedIndex) -> tpde::Result<BTreeMap<String, Rectangle>> {
+        let globs = matchers(&self.tensor, index)?;
+        let named = index.tensors().filter(|tensor| globs.iter().any(|glob| glob.is_match(tensor.name)));
+        let mut selection: BTreeMap<_, _> =
+            named.map(|tensor| (tensor.name.to_owned(), Rectangle::whole(tensor.whole_shape()))).collect();
+        for (name, rectangles) in rectangles(&self.part, index)? {
+            let [rectangle] = <[_; 1]>::try_from(rectangles).map_err(|all| {
+                let (count, escaped) = (all.len(), Escaped(&name));
+                tpde::Error::InvalidArgument(format!("--part selects {count} rectangles of tensor {escaped}: expected one"))
+            })?;
+            selection.insert(name, rectangle);
+        }
+        Ok(selection)
     }
 }
 

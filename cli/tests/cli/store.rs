@@ -3,6 +3,7 @@
 use crate::common::place::*;
 use crate::common::*;
 use std::fs;
+use tpde::{Checkpoint, SafetensorsCheckpoint};
 
 /// Versions `v0` to `v2` of a checkpoint in a folder with other files, and an empty store.
 fn versions() -> Place {
@@ -73,6 +74,24 @@ fn versions_come_back_as_they_were() {
     place.ok("store get st main@2 -o some.safetensors --tensor embed*");
     let some = fs::read(place.path("some.safetensors")).unwrap();
     assert!(some.len() < fs::metadata(place.path("v2/model.safetensors")).unwrap().len() as usize);
+
+    // A rectangle of a tensor has the elements that the whole tensor has there, as subset takes it.
+    place.ok("store get st main@2 -o part.safetensors --tensor *norm* --part embed*=[7:9]");
+    let tensors = |name: &str| SafetensorsCheckpoint::open(place.path(name)).unwrap();
+    let (part, whole) = (tensors("part.safetensors"), tensors("v2/model.safetensors"));
+    let read = |file: &SafetensorsCheckpoint, name: &str, offset: u64, size: u64| {
+        let mut bytes = vec![0; size as usize];
+        file.read(file.find(name).unwrap(), offset, &mut bytes).unwrap();
+        bytes
+    };
+    for tensor in part.tensors() {
+        let (row, name) = (tensor.bytes() / tensor.shape[0].max(1), &tensor.name);
+        let is_part = name.starts_with("embed");
+        assert!(is_part != name.contains("norm") && (!is_part || tensor.shape[0] == 2), "{tensor:?}");
+        let offset = if is_part { 7 * row } else { 0 };
+        assert!(read(&part, name, 0, tensor.bytes()) == read(&whole, name, offset, tensor.bytes()), "{name}");
+    }
+    assert!(part.tensors().len() > 1);
 }
 
 #[test]
@@ -108,8 +127,14 @@ fn failures_have_kinds_and_publish_nothing() {
     kind("store put st v1 --branch ../out", USAGE, "invalid_argument", "");
     kind("store put st nothing", SYSTEM, "io", "nothing");
     kind("store put st v1 --have main@0", USAGE, "usage", "VERSION=PATH");
-    kind("store get st main -o out --tensor nothing*", USAGE, "invalid_argument", "no tensor of main@0 is selected");
-    assert!(!place.path("out").exists());
+    kind("store get st main -o out --tensor nothing*", USAGE, "invalid_argument", "no tensor of the pair matches nothing*");
+    kind("store get st main -o out --part embed*=[0:9,0:9,0:9,0:9]", USAGE, "invalid_argument", "dimensions");
+    kind("store get st main -o out --part embed*=[0:1] --part *bed*=[1:2]", USAGE, "invalid_argument", "expected one");
+    kind("store get st main -o out --part embed*=[0:99999999]", USAGE, "invalid_argument", "expected one within");
+    assert!(
+        !place.path("out").exists()
+            && !place.path(".").read_dir().unwrap().any(|one| one.unwrap().file_name().to_string_lossy().starts_with('.'))
+    );
 
     // A damaged object, and a manifest of a stranger.
     place.ok("store put st v1");

@@ -6,6 +6,7 @@ mod faulty;
 mod folded;
 mod hostile;
 mod opened;
+mod parts;
 mod watched;
 
 use checkpoints::{NAMES, Random, Weights, tree};

@@ -1,13 +1,9 @@
 //! Versions that are read without being rebuilt as files, pairs that were made elsewhere, and calls that end while they wait.
 
 use crate::*;
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
-use tpde::{
-    Apply, Checkpoint, Dtype, Encode, EncodeOptions, MemoryCheckpoint, Pair, Rectangle, SafetensorsCheckpoint, SliceMut,
-    TensorInfo, Watch,
-};
+use tpde::{Encode, EncodeOptions, Pair, SafetensorsCheckpoint, Watch};
 
 /// Two versions on branch `main`: one whole, one difference.
 fn two_versions(place: &Place) -> (Arc<InMemory>, Weights, Weights) {
@@ -19,44 +15,6 @@ fn two_versions(place: &Place) -> (Arc<InMemory>, Weights, Weights) {
     store.put(place.file(&first), &PutOptions::default()).unwrap();
     store.put(place.file(&second), &PutOptions::default()).unwrap();
     (memory, first, second)
-}
-
-#[test]
-fn parts_of_tensors_are_read_and_no_more() {
-    const ROW: usize = 2048;
-    let memory = Arc::new(InMemory::new());
-    let store = init(&memory, &never_whole());
-    let mut random = Random(7);
-    // Bytes that cannot be compressed, so that blobs are larger than the gaps that are read along.
-    let mut bytes: Vec<u8> = (0..4096 * ROW / 8).flat_map(|_| random.next().to_le_bytes()).collect();
-    let options = || PutOptions::default().encode(EncodeOptions::default().split("*=0:8".parse().unwrap()));
-    for _ in 0..2 {
-        let info = TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![4096, ROW as u64] };
-        store.put_tensors(&MemoryCheckpoint::new([(info, &bytes[..])]).unwrap(), &options()).unwrap();
-        bytes.iter_mut().step_by(3).for_each(|byte| *byte = byte.wrapping_add(1 + random.below(200) as u8));
-    }
-    let (origin, extent) = (vec![3000u64, 5], vec![40u64, 2000]);
-    let part = Rectangle::new(&origin[..], &extent[..]);
-    let mut outputs = [true, false].map(|is_part| {
-        let faulty = Faulty::new(&memory, Fault::None);
-        let store = internals::open(faulty.clone(), SEGMENT).unwrap();
-        let parts = is_part.then(|| BTreeMap::from([("w".to_owned(), vec![part.clone()])]));
-        let opened = store.open_version("main", parts.as_ref(), &GetOptions::default()).unwrap();
-        assert_eq!((opened.version().name(), opened.chain().unwrap().tensors().len()), ("main@1".into(), 1));
-        let base = opened.chain().unwrap().without_last();
-        let mut found = vec![0; 40 * 2000];
-        let apply = Apply::new(opened.last().unwrap()).base(&base);
-        apply.to_slices([SliceMut::new("w", part.clone(), &mut found)]).unwrap();
-        if is_part {
-            let mut other = vec![0; ROW];
-            let other = apply.to_slices([SliceMut::new("w", Rectangle::new([0, 0], [1, ROW as u64]), &mut other)]);
-            assert!(other.is_err(), "the payloads of other parts are not there");
-        }
-        (found, faulty.bytes_read.load(SeqCst))
-    });
-    let (whole, part) = (std::mem::take(&mut outputs[1]), std::mem::take(&mut outputs[0]));
-    assert!(part.0 == whole.0);
-    assert!(part.1 * 3 < whole.1, "{} of {} bytes", part.1, whole.1);
 }
 
 #[test]
