@@ -656,6 +656,9 @@ def invalid_vectors(out):
             files={"c": ("U8", [4100], flip(4099)(rows["c"][2]))})
     rebased("already_applied", "The base is the target.", "chunk.base_sum", where="a", chunk=0, error="already_applied",
             files={t.name: (t.dtype, t.shape, t.target) for t in small().tensors})
+    rebased("wrong_base_half_applied", "Tensor a of the base is the target already, the other tensors are those of the base.",
+            "chunk.base_sum", where="a", chunk=0, error="wrong_base",
+            files={t.name: (t.dtype, t.shape, t.target) for t in small().tensors if t.name == "a"})
     rebased("base_tensor_missing", "The base has no tensor b.", "base.tensor", where="b", files={"b": None})
     rebased("base_tensor_dtype", "The base's b is F16.", "base.tensor", where="b", files={"b": ("F16", [3, 1400], late)})
     rebased("base_tensor_shape", "The base's b is [1400, 3].", "base.tensor", where="b", files={"b": ("BF16", [1400, 3], late)})
