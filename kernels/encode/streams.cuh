@@ -20,25 +20,24 @@ struct StreamShared {
     Queue queues[STREAM_WARPS];
     // The stream, as one warp hands it to the next.
     u32 states[WARP];
-    u32 next; // index of the first word written so far
+    i32 next; // index of the first word written so far
 };
 
 // A stream that a warp writes from its end. A thread per state.
 struct Stream {
     u16* words;
-    u32 floor; // words below this index are not written
-    u32 next;
+    i32 floor; // words below this index are not written
+    i32 next;  // below `floor` after an overflow
     u32 state;
     u32 before; // mask of the threads before this one
-    bool overflow;
 
-    // Threads whose state is `full` write its low word. After an overflow, the words are wrong, but in the room of the
-    // segment: it has room for two states and TPDE_ENCODE_SPARE - 64 words from `floor` on.
+    // Threads whose state is `full` write its low word, if there is room.
     __device__ __forceinline__ void renormalize(bool full) {
-        u32 mask = __ballot_sync(ALL_LANES, full), count = __popc(mask);
-        overflow |= next - floor < count;
-        next = max(next, floor + count) - count;
-        if (full) words[next + __popc(mask & before)] = (u16)state, state >>= 16;
+        u32 mask = __ballot_sync(ALL_LANES, full);
+        next -= __popc(mask);
+        i32 at = next + __popc(mask & before);
+        if (full && at >= floor) words[at] = (u16)state;
+        if (full) state >>= 16;
     }
 };
 
@@ -165,7 +164,7 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
     u32 start = (u32)((u64)before * chunk.words_scale / 256) + segment * TPDE_ENCODE_SPARE;
     u32 capacity = (u32)((u64)(before + inside) * chunk.words_scale / 256) + (segment + 1) * TPDE_ENCODE_SPARE;
     Split split = {chunk.low_bits, state.center};
-    Stream stream = {(u16*)chunk.words, start + 2 * states, capacity, RANS_LOWER_BOUND, (1u << thread) - 1, false};
+    Stream stream = {(u16*)chunk.words, (i32)(start + 2 * states), (i32)capacity, RANS_LOWER_BOUND, (1u << thread) - 1};
     for (u32 turn = warps == 1 ? 0 : warp; turn < end - first; turn += warps) {
         u32 tile = end - 1 - turn;
         u32 count = list_tile<W>(chunk, classes, tables, split, tile, shared.queues[warp]);
@@ -176,8 +175,12 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
         }
         encode_tile<W>(tables, shared.queues[warp], count, chunk.states_log2, stream);
         if (tile == first) {
+            if (stream.next < stream.floor) {
+                if (thread == 0) atomicOr(&state.overflow, 1);
+                return;
+            }
             // The states precede the words.
-            u32 at = stream.next - 2 * states;
+            u32 at = (u32)stream.next - 2 * states;
             if (thread < states) {
                 stream.words[at + 2 * thread] = (u16)stream.state;
                 stream.words[at + 2 * thread + 1] = (u16)(stream.state >> 16);
@@ -189,5 +192,4 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
             arrive_for(1 + (warp + 1) % STREAM_WARPS);
         }
     }
-    if (__any_sync(ALL_LANES, stream.overflow) && thread == 0) atomicOr(&state.overflow, 1);
 }
