@@ -140,6 +140,7 @@ std::set<Capture*> captures; // in progress
 std::map<u64, Allocation> allocations;
 std::map<u64, size_t> pinned;
 size_t allocated;
+size_t requested, requested_most; // bytes of device memory that are allocated and not freed, now and at most
 thread_local std::vector<Context*> current;
 thread_local int capture_mode;
 const char* running_operation = "nothing";
@@ -258,9 +259,11 @@ Stream* stream_of(Stream* stream) {
 }
 
 // Calls that fail, selected by a test: no call; one call that queues, creates or waits for an event; one call of any kind;
-// or all calls from one on, as if the context were lost.
-enum Refusal : u32 { REFUSES_NONE, REFUSES_QUEUEING, REFUSES_ANY, REFUSES_ALL_FROM };
+// all calls from one on, as if the context were lost; or one call of a function.
+enum Refusal : u32 { REFUSES_NONE, REFUSES_QUEUEING, REFUSES_ANY, REFUSES_ALL_FROM, REFUSES_NAMED };
 u32 refusal;
+std::string refused_name;
+std::map<std::string, u64> call_counts; // by name, since the last request
 i64 calls_to_refusal;
 bool has_refused = false;
 std::set<std::string> refused; // names of refused calls, since the start of the process
@@ -277,7 +280,9 @@ void lose_all() {
 
 // Counts a call, and returns whether it fails.
 bool is_refused(const char* name, bool queues) {
+    call_counts[name]++;
     if (refusal == REFUSES_NONE || (refusal == REFUSES_QUEUEING && !queues)) return false;
+    if (refusal == REFUSES_NAMED && refused_name != name) return false;
     if (calls_to_refusal > 0) return calls_to_refusal--, false;
     if (refusal == REFUSES_ALL_FROM) lose_all();
     else refusal = REFUSES_NONE;
@@ -327,6 +332,8 @@ u64 allocate(size_t bytes) {
     mprotect(end, PAGE, PROT_NONE);
     allocations[(u64)(end - rounded)] = {bytes, (unsigned char*)pages, page_bytes, false};
     allocated += page_bytes;
+    requested += bytes;
+    requested_most = std::max(requested_most, requested);
     return (u64)(end - rounded);
 }
 
@@ -466,11 +473,31 @@ EXPORTED int stand_in_refuses(u32 kind, i64 calls) {
     has_refused = false;
     refusal = kind;
     calls_to_refusal = calls;
+    call_counts.clear();
     return before;
+}
+// Refuses a call of a function after `calls` more calls of it.
+EXPORTED int stand_in_refuses_named(const char* name, i64 calls) {
+    LOCKED;
+    refused_name = name;
+    return stand_in_refuses(REFUSES_NAMED, calls);
+}
+// Calls `each` with the name of each function that was called since the last request, and the number of its calls.
+EXPORTED void stand_in_counts(void (*each)(void* context, const char* name, u64 calls), void* context) {
+    LOCKED;
+    for (const auto& [name, calls] : call_counts) each(context, name.c_str(), calls);
 }
 EXPORTED int stand_in_has_refused(const char* name) {
     LOCKED;
     return refused.count(name) != 0;
+}
+
+// Returns the size of the device memory that is allocated in bytes, and the largest size since the last call. Memory whose free
+// is queued does not count.
+EXPORTED u64 stand_in_memory(u64* most) {
+    LOCKED;
+    *most = requested_most;
+    return requested_most = requested;
 }
 
 // Makes all streams progress in a random order from the seed. Seed 0 selects the order of TPDE_STAND_IN.
@@ -777,6 +804,7 @@ EXPORTED u32 cuMemFree_v2(u64 address) {
     LOCKED;
     if (!allocations.count(address)) return INVALID_VALUE;
     for (auto& stream : streams) wait_for_all(*stream);
+    requested -= allocations[address].bytes;
     release(address);
     DONE;
 }
@@ -798,6 +826,7 @@ EXPORTED u32 cuMemFreeAsync(u64 address, Stream* handle) {
     auto allocation = allocations.find(address);
     if (allocation == allocations.end() || allocation->second.is_freed) return INVALID_VALUE;
     allocation->second.is_freed = true;
+    requested -= allocation->second.bytes;
     return queue(handle, {"a free", [address] { release(address); }, nullptr, nullptr, false});
 }
 EXPORTED u32 cuMemHostAlloc(void** start, size_t bytes, u32) {

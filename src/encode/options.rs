@@ -174,7 +174,7 @@ impl Favor {
     }
 
     /// The weight of decoding time, for this value of the option `chunk_lanes`.
-    pub(super) fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
+    pub(crate) fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
         match self {
             Self::Ratio if streams_are_short(chunk_lanes) => {
                 DecodeCost { steps: DecodeCost::default().steps / 2, state: 2, ..DecodeCost::default() }

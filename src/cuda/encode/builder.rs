@@ -1,9 +1,9 @@
 //! The builder that encodes a pair on a device.
 
 use super::blob::PinnedBlob;
-use super::chunks::Limits;
 use super::digests::Known;
 use super::job::Job;
+use super::limits::Limits;
 use super::run::{check_codec, encode};
 use super::session::Encoder;
 use crate::checkpoint::Checkpoint;
@@ -26,7 +26,8 @@ use std::path::{Path, PathBuf};
 /// or `raw` for all tensors. Each part that the pair describes must be in one slice of the target and in one of the base, with rows
 /// at one distance, as [`TensorSlice`](crate::cuda::TensorSlice) explains. Digests are hashed on the device.
 ///
-/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. Rows with gaps, and lanes at
+/// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. The digest of a tensor of more
+/// than 8 GiB needs 1,100 bytes per MiB besides. Rows with gaps, and lanes at
 /// addresses that are not multiples of their size, are copied before they are encoded: their bytes are read and written once
 /// more. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
 /// call.

@@ -5,6 +5,7 @@ use super::source::Source;
 use crate::codec::conditioned::{ModelTables, shape, size_of_cost, tokens_within};
 use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
+use crate::cuda::hashes::HashRange;
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::encode::{Plan, low_bits};
 use crate::error::Result;
@@ -17,28 +18,20 @@ const BLOCK: u64 = 128;
 /// Alignment of the memory of a chunk, in bytes.
 const ALIGN: u64 = 16;
 
-/// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Limits {
-    /// Maximum size of the chunks that are surveyed together, in bytes of lanes.
-    pub lanes: u64,
-    /// Maximum size of the streams, and of the payloads without streams, that are written together, in bytes. A chunk may need
-    /// more.
-    pub payloads: u64,
-    /// Room for streams in 256ths of their estimated size.
-    pub room: u64,
-    /// Maximum size of copies of lanes in rows, in bytes.
-    pub copies: u64,
-    /// Maximum size of the tensors that are hashed in one launch, in bytes. A tensor may have more.
-    pub hashed: u64,
-    /// From this number of segments per multiprocessor on, one warp encodes a segment, otherwise several.
-    pub alone: u64,
+/// Sizes of masks, levels and tiles of a chunk, in bytes.
+fn survey_sizes(lanes: u64, lane_log2: u32) -> [u64; 3] {
+    let blocks = lanes.div_ceil(BLOCK);
+    [blocks * BLOCK / 8, 2 * blocks, 2 * lanes.div_ceil(tile_lanes(lane_log2))]
 }
 
-impl Default for Limits {
-    fn default() -> Self {
-        Self { lanes: 3 << 29, payloads: 64 << 20, room: 320, copies: 128 << 20, hashed: 4 << 30, alone: 16 }
-    }
+/// Returns the size of the memory for a chunk of up to `lanes` lanes, from lane `first` of an entry on: what the survey finds out,
+/// copies of lanes, and entries of lists.
+pub(super) fn memory_of(source: &Source, plan: &Plan, first: u64, lanes: u64) -> u64 {
+    // Its description is in the lists of the survey, of the streams twice, and of the payloads.
+    const LISTS: usize = size_of::<EncodeState>() + 4 * size_of::<EncodeChunk>() + size_of::<HashRange>() + 32;
+    let lanes = lanes.min(plan.lanes - first);
+    let survey: u64 = survey_sizes(lanes, plan.width().ilog2()).iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();
+    survey + source.copied_per_lane(plan) * lanes + LISTS as u64
 }
 
 /// Memory for what the kernels find out about chunks.
@@ -60,9 +53,7 @@ pub(super) fn survey_memory(chunks: &mut [EncodeChunk]) -> SurveyMemory {
         start
     };
     for chunk in chunks.iter_mut() {
-        let blocks = u64::from(chunk.lanes).div_ceil(BLOCK);
-        (chunk.masks, chunk.levels) = (take(blocks * BLOCK / 8), take(2 * blocks));
-        chunk.tiles = take(2 * u64::from(tiles_of(chunk)));
+        [chunk.masks, chunk.levels, chunk.tiles] = survey_sizes(chunk.lanes.into(), chunk.lane_log2.into()).map(&mut take);
         chunk.first_part = parts;
         parts += chunk.lanes.div_ceil(abi::ENCODE_PART);
     }
@@ -82,8 +73,12 @@ impl SurveyMemory {
 
 /// Returns the number of tiles of a chunk.
 pub(super) fn tiles_of(chunk: &EncodeChunk) -> u32 {
-    let tile = if chunk.lane_log2 <= 1 { 1024 } else { 2048 >> chunk.lane_log2 };
-    chunk.lanes.div_ceil(tile)
+    chunk.lanes.div_ceil(tile_lanes(chunk.lane_log2.into()) as u32)
+}
+
+/// Returns the number of lanes of a tile.
+fn tile_lanes(lane_log2: u32) -> u64 {
+    if lane_log2 <= 1 { 1024 } else { 2048 >> lane_log2 }
 }
 
 /// Returns the number of tokens of a chunk's values.

@@ -1,7 +1,7 @@
 //! What an encoding on a device does.
 
-use super::chunks::Limits;
 use super::digests::Known;
+use super::limits::Limits;
 use super::session::Encoder;
 use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::stream::Stream;

@@ -11,6 +11,7 @@
 //! | `waves` | waves of chunks, encoded while the payloads of those before are copied |
 //! | `assembly` | the pair, in the order of its tensors |
 //! | `digests` | digests of tensors, hashed on the device |
+//! | `limits` | sizes of memory |
 //! | `job`, `run` | all of it |
 //! | `builder` | the builder `Encode` |
 
@@ -20,6 +21,7 @@ mod builder;
 mod chunks;
 mod digests;
 mod job;
+mod limits;
 mod payloads;
 mod run;
 mod session;
@@ -29,5 +31,7 @@ mod waves;
 
 pub use builder::Encode;
 #[cfg(test)]
-pub(in crate::cuda) use chunks::Limits;
+pub(in crate::cuda) use limits::Limits;
 pub use session::Encoder;
+#[cfg(test)]
+pub(in crate::cuda) use session::STEP;

@@ -1,6 +1,7 @@
 //! Streams and payloads of the chunks of a wave.
 
-use super::chunks::{Chunk, Limits, Tables, Wave};
+use super::chunks::{Chunk, Tables, Wave};
+use super::limits::Limits;
 use super::session::{Drained, Session};
 use crate::codec::conditioned::{size_of_cost, uncoded_bytes};
 use crate::codec::raw_size;
@@ -97,18 +98,20 @@ pub(super) fn write(
             }
             (bytes, end) = (bytes + more, end + 1);
         }
-        sink(write_range(session, tables, limits, wave, first..end)?)?;
-        first = end;
+        let payloads = write_range(session, tables, limits, wave, first..end)?;
+        first += payloads.chunks.len();
+        sink(payloads)?;
     }
     Ok(())
 }
 
+/// Writes the payloads of the first chunks of a range: of all, unless their streams need more memory than expected.
 fn write_range(
     session: &Session<'_>,
     tables: &Tables,
     limits: Limits,
     wave: &mut Wave<'_>,
-    range: Range<usize>,
+    mut range: Range<usize>,
 ) -> Result<Payloads> {
     let mut pending: Vec<usize> = range.clone().filter(|&i| wave.chunks[i].device.form == form::CODED).collect();
     // The memory of each round is needed until the payloads are gathered.
@@ -124,6 +127,16 @@ fn write_range(
             let state = device.state - wave.states.address();
             session.clear(&wave.states.slice(state + overflow, 4)?)?;
         }
+        // Some are encoded again; the chunk from which on there is too little memory begins the next range.
+        let mut bytes = 0;
+        let fitting = pending.iter().take_while(|&&i| {
+            let is_first = bytes == 0;
+            bytes += 2 * words(&wave.chunks[i]);
+            is_first || bytes <= limits.payloads
+        });
+        let fitting = fitting.count();
+        range.end = pending.get(fitting).copied().unwrap_or(range.end);
+        pending.truncate(fitting);
     }
 
     let mut bytes = 0;
@@ -142,7 +155,7 @@ fn write_range(
     let (memory, digests) = match bytes {
         0 => (None, Vec::new()),
         _ => {
-            let output = session.alloc(bytes)?;
+            let output = session.alloc_payloads(bytes)?;
             let digests = gather(session, wave, range.clone(), &output)?;
             (Some(output), digests)
         }

@@ -2,9 +2,10 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{self, Limits, Tables};
+use super::chunks::{self, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
+use super::limits::Limits;
 use super::session::{Drained, Memory, Session};
 use super::source::Source;
 use super::train;
@@ -38,10 +39,10 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     let known = [job.base_digests, job.target_digests];
     let finished = {
         let memory = job.encoder.map_or_else(Memory::default, |encoder| encoder.take(device));
-        let session = Session::new(target, &cx, job.after, memory)?;
+        let session = Session::new(target, &cx, job.after, job.limits, memory)?;
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits.hashed, &source, &selection, &plans, known)?;
-        train::train(&session, &source, options, &mut plans, job.watcher)?;
+        train::train(&session, &source, job, &mut plans)?;
         let tables = Tables::upload(&session, &plans)?;
         let memory = session.take_memory()?;
         let expected = memory.blob_bytes;
@@ -67,12 +68,13 @@ fn waves<'s, 'a>(jobs: &'s [chunks::Job<'a>], source: &Source, limits: Limits) -
     let lanes = wave_bytes(jobs.iter().map(|(_, plan, _)| plan.width() << plan.chunk_lanes_log2).sum(), limits);
     let (mut waves, mut rest) = (Vec::new(), jobs);
     while !rest.is_empty() {
-        let (mut bytes, mut copied) = (0, 0);
-        let count = rest.iter().take_while(|(_, plan, _)| {
+        let (mut bytes, mut memory) = (0, 0);
+        let count = rest.iter().take_while(|&&(_, plan, number)| {
             let is_first = bytes == 0;
             bytes += plan.width() << plan.chunk_lanes_log2;
-            copied += source.copied_per_lane(plan) << plan.chunk_lanes_log2;
-            is_first || (bytes <= lanes && copied <= limits.copies)
+            let first = number << plan.chunk_lanes_log2;
+            memory += chunks::memory_of(source, plan, first, 1 << plan.chunk_lanes_log2);
+            is_first || (bytes <= lanes && memory <= limits.wave)
         });
         let (now, after) = rest.split_at(count.count());
         waves.push(now);
@@ -107,5 +109,76 @@ fn check_supported(job: &Job<'_>) -> Result<()> {
             Err(Error::InvalidArgument("base and target are on two devices".into()))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::abi;
+    use crate::cuda::rows::Rows;
+    use crate::cuda::runtime::memory::DeviceSlice;
+    use crate::encode::Favor;
+    use crate::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
+    use crate::lane::Dtype;
+
+    /// A tensor of 3 GiB and its base, with or without gaps between rows.
+    fn tensor(dtype: Dtype, chunk_lanes_log2: u8, rows: Option<Rows>) -> (Plan, Source) {
+        let bytes = 3 << 30;
+        // SAFETY: nothing is done with the memory.
+        let memory = unsafe { DeviceSlice::from_raw(256, bytes / 64 * rows.map_or(64, |rows| rows.pitch)) };
+        let plan = Plan {
+            target: 0,
+            base: Some(0),
+            base_kind: BaseKind::Same,
+            dtype,
+            chunk_lanes_log2,
+            decode_cost: Favor::Ratio.decode_cost(1 << chunk_lanes_log2),
+            lanes: bytes / dtype.lane_bytes() as u64,
+            tables: [None, None],
+            derived: None,
+            part: None,
+            way: Default::default(),
+        };
+        (plan, Source::of_one(memory, rows))
+    }
+
+    /// Waves of large tensors, with the sizes that are used outside of tests.
+    #[test]
+    fn memory_is_within_its_bound() {
+        const MIB: u64 = 1 << 20;
+        let limits = Limits::default();
+        // Besides, digests need about 10 bytes per KiB of two batches, and sizes are rounded up.
+        assert!(limits.memory + 2 * limits.hashed / 950 + 2 * 5 * MIB <= 512 * MIB);
+        // While a wave is surveyed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
+        assert!(limits.scratch + limits.wave + 16 * MIB <= limits.memory);
+        assert!(limits.scratch + limits.wave + limits.payloads + 8 * MIB <= limits.memory);
+        assert!(limits.wave + 2 * (limits.payloads + 16 * MIB) <= limits.memory);
+        // While a sample is taken: besides, the counts of its groups.
+        let counts = 2 * u64::from(abi::ENCODE_GROUPS) * 8 * (1 + 180);
+        assert!(limits.scratch + limits.wave + counts + 16 * MIB <= limits.memory);
+
+        for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+            let width = dtype.lane_bytes() as u64;
+            for (lanes_log2, rows) in
+                [(MIN_CHUNK_LANES_LOG2, None), ((MAX_CHUNK_BYTES / width).ilog2() as u8, None), (18, Some(Rows::new(64, 72)))]
+            {
+                let (plan, source) = tensor(dtype, lanes_log2, rows);
+                let jobs: Vec<_> = chunks_of(0, &plan).collect();
+                let waves = waves(&jobs, &source, limits);
+                assert!(waves.len() > 1);
+                assert_eq!(waves.iter().map(|wave| wave.len()).sum::<usize>(), jobs.len());
+                for wave in waves {
+                    let describe =
+                        |_| abi::EncodeChunk { lanes: 1 << lanes_log2, lane_log2: width.ilog2() as u8, ..Default::default() };
+                    let mut chunks: Vec<_> = wave.iter().map(describe).collect();
+                    let memory = chunks::survey_memory(&mut chunks);
+                    let copies = if rows.is_some() { (2 * width * chunks.len() as u64) << lanes_log2 } else { 0 };
+                    let lists = 4 * size_of_val(&chunks[..]) as u64;
+                    let all = memory.bytes + memory.states + copies + lists;
+                    assert!(all <= limits.wave, "{dtype}, chunks of 2^{lanes_log2} lanes: {all} bytes for {} chunks", chunks.len());
+                }
+            }
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! An encoding in progress: its stream, its memory, and what it queues.
 
+use super::limits::Limits;
 use crate::cuda::abi;
 use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::hashes::{HashLaunch, HashPlan};
@@ -21,6 +22,7 @@ pub(super) struct Session<'a> {
     pub kernels: EncodeKernels,
     stream: Option<OwnStream>,
     after: Option<&'a Stream>,
+    limits: Limits,
     memory: RefCell<Memory>,
 }
 
@@ -29,10 +31,16 @@ pub(super) struct Session<'a> {
 pub(in crate::cuda) struct Memory {
     /// Allocations. Those without another reference are free.
     kept: Vec<DeviceSlice>,
+    /// Allocations for payloads. Each was made for other payloads than the rest, so together they are as large as the compressed
+    /// bytes at most.
+    payloads: Vec<DeviceSlice>,
     scratch: Option<Scratch>,
     /// Size of the blob of the last encoding in pinned memory. The next one is expected to be about as large.
     pub blob_bytes: usize,
 }
+
+/// Sizes of allocations are multiples of this, in bytes.
+pub(in crate::cuda) const STEP: u64 = 1 << 12;
 
 /// Scratch memory of the blocks of a kernel, in slots. The counts are zeros between launches.
 #[derive(Debug, Clone)]
@@ -42,14 +50,10 @@ pub(super) struct Scratch {
     pub slot_bytes: u32,
 }
 
-/// Maximum size of the scratch memory.
-const SCRATCH_BYTES: u64 = 288 << 20;
-
 /// Memory of an encoder, which encodings use one after the other.
 ///
 /// Without it, each encoding allocates device memory and clears it. Pass it with [`Encode::encoder`](super::Encode::encoder).
-/// Encodings at the same time do not share memory. It keeps the memory of the largest encoding: its compressed bytes, and up to 512
-/// MiB.
+/// Encodings at the same time do not share memory. It keeps the memory that [`Encode`](super::Encode) describes.
 #[derive(Debug, Default)]
 pub struct Encoder(Mutex<Vec<(Arc<Inner>, Memory)>>);
 
@@ -73,11 +77,17 @@ impl Encoder {
 
 impl<'a> Session<'a> {
     /// Begins after the work that is queued on `after`.
-    pub fn new(target: &'a DeviceCheckpoint, cx: &'a Entered<'a>, after: Option<&'a Stream>, memory: Memory) -> Result<Self> {
+    pub fn new(
+        target: &'a DeviceCheckpoint,
+        cx: &'a Entered<'a>,
+        after: Option<&'a Stream>,
+        limits: Limits,
+        memory: Memory,
+    ) -> Result<Self> {
         let device = &target.device().inner;
         let kernels = device.kernels.encoder(&device.context)?;
         let memory = RefCell::new(memory);
-        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after, memory };
+        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after, limits, memory };
         session.wait_for_caller(session.raw())?;
         Ok(session)
     }
@@ -111,22 +121,63 @@ impl<'a> Session<'a> {
     /// Returns device memory. Its content is undefined. When it is dropped, later work of the session can use it.
     pub fn alloc(&self, bytes: u64) -> Result<DeviceSlice> {
         let mut memory = self.memory.borrow_mut();
-        let fits = |slice: &&DeviceSlice| slice.bytes() >= bytes && slice.bytes() / 4 <= bytes.max(1 << 12) && !slice.is_shared();
+        // A small request does not take large memory.
+        let fits = |slice: &&DeviceSlice| is_free(slice, bytes) && slice.bytes() / 4 <= bytes.max(STEP);
         if let Some(slice) = memory.kept.iter().filter(fits).min_by_key(|slice| slice.bytes()) {
             return slice.slice(0, bytes);
         }
-        // Sizes are rounded up, so that memory is used again for about the same size.
-        let step = (bytes.max(1 << 12).next_power_of_two() / 8).max(1 << 12);
-        let capacity = bytes.max(1).next_multiple_of(step);
+        self.reserve(&mut memory, capacity(bytes))?;
+        self.allocate(&mut memory.kept, bytes)
+    }
+
+    /// Returns device memory for payloads. Its content is undefined.
+    pub fn alloc_payloads(&self, bytes: u64) -> Result<DeviceSlice> {
+        let payloads = &mut self.memory.borrow_mut().payloads;
+        if let Some(slice) = payloads.iter().filter(|slice| is_free(slice, bytes)).min_by_key(|slice| slice.bytes()) {
+            return slice.slice(0, bytes);
+        }
+        if payloads.iter().any(|slice| !slice.is_shared()) {
+            self.wait()?;
+            payloads.retain(DeviceSlice::is_shared);
+        }
+        self.allocate(payloads, bytes)
+    }
+
+    fn allocate(&self, to: &mut Vec<DeviceSlice>, bytes: u64) -> Result<DeviceSlice> {
+        let capacity = capacity(bytes);
         let slice = DeviceSlice::owned(Allocation::new(self.device, self.cx, capacity)?, capacity);
-        memory.kept.push(slice.clone());
+        to.push(slice.clone());
         slice.slice(0, bytes)
+    }
+
+    /// Frees memory that is not in use, the largest first and the scratch memory last, until `bytes` more bytes are within the
+    /// limit.
+    fn reserve(&self, memory: &mut Memory, bytes: u64) -> Result<()> {
+        let mut has_waited = false;
+        while memory.bytes() + bytes > self.limits.memory {
+            let free = memory.kept.iter().enumerate().filter(|(_, slice)| !slice.is_shared());
+            let largest = free.max_by_key(|(_, slice)| slice.bytes()).map(|(at, _)| at);
+            let has_scratch = memory.scratch.as_ref().is_some_and(|scratch| !scratch.memory.is_shared());
+            if largest.is_none() && !has_scratch {
+                break;
+            }
+            // Queued work may use memory that is not referred to any more.
+            if !std::mem::replace(&mut has_waited, true) {
+                self.wait()?;
+            }
+            match largest {
+                Some(at) => drop(memory.kept.swap_remove(at)),
+                None => memory.scratch = None,
+            }
+        }
+        Ok(())
     }
 
     /// Returns scratch memory for a kernel that has at most `blocks` blocks and counts up to `tokens` tokens.
     pub fn scratch(&self, blocks: u32, tokens: u32) -> Result<Scratch> {
         let slot_bytes = abi::ENCODE_CHOOSE_SCRATCH + 4 * abi::ENCODE_ROWS * tokens;
-        let slots = blocks.min(4 * self.device.multiprocessors).min((SCRATCH_BYTES / u64::from(slot_bytes)) as u32);
+        let most = (self.limits.scratch / u64::from(slot_bytes)).max(1) as u32;
+        let slots = blocks.min(4 * self.device.multiprocessors).min(most);
         let mut memory = self.memory.borrow_mut();
         match &memory.scratch {
             Some(scratch) if scratch.slots >= slots && scratch.slot_bytes >= slot_bytes => {
@@ -135,6 +186,7 @@ impl<'a> Session<'a> {
             _ => memory.scratch = None,
         }
         let bytes = u64::from(slots) * u64::from(slot_bytes);
+        self.reserve(&mut memory, bytes)?;
         let slice = DeviceSlice::owned(Allocation::new(self.device, self.cx, bytes)?, bytes);
         self.clear(&slice)?;
         Ok(memory.scratch.insert(Scratch { memory: slice, slots, slot_bytes }).clone())
@@ -212,6 +264,24 @@ impl<'a> Session<'a> {
         // SAFETY: the parameter is that of the encoder's kernels. The memory that it refers to is ours or the caller's, as large as
         // the kernels expect, and neither is freed before the session has waited for the stream.
         unsafe { kernel.launch(self.cx, self.raw(), blocks, parameter) }
+    }
+}
+
+/// Whether memory has no user, and has room for `bytes` bytes.
+fn is_free(slice: &DeviceSlice, bytes: u64) -> bool {
+    slice.bytes() >= bytes && !slice.is_shared()
+}
+
+/// Size of an allocation for `bytes` bytes. It is rounded up, so that memory is used again for about the same size.
+fn capacity(bytes: u64) -> u64 {
+    bytes.max(1).next_multiple_of((bytes.next_power_of_two() / 16).clamp(STEP, 1 << 20))
+}
+
+impl Memory {
+    /// Size in bytes without that of payloads.
+    fn bytes(&self) -> u64 {
+        let kept = self.kept.iter().map(DeviceSlice::bytes).sum::<u64>();
+        kept + self.scratch.as_ref().map_or(0, |scratch| scratch.memory.bytes())
     }
 }
 

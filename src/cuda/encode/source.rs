@@ -94,6 +94,13 @@ impl Source {
         Ok(Self { base: bases, target: targets })
     }
 
+    /// The lanes of one entry, whose base has the same memory.
+    #[cfg(test)]
+    pub fn of_one(memory: DeviceSlice, rows: Option<Rows>) -> Self {
+        let lanes = Lanes { memory, rows };
+        Self { base: vec![Some(lanes.clone())], target: vec![lanes] }
+    }
+
     /// The base lanes of an entry that is coded from a base.
     pub fn base(&self, plan: &Plan) -> Option<&Lanes> {
         let number = plan.base.filter(|_| plan.base_kind != BaseKind::None)?;

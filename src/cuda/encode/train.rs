@@ -1,11 +1,12 @@
 //! Samples for the tables of codec `conditioned`. The device counts tokens; the host makes tables from the counts.
 
-use super::chunks::survey_memory;
+use super::chunks::{memory_of, survey_memory};
+use super::job::Job;
 use super::session::{Drained, Session};
 use super::source::Source;
 use crate::codec::conditioned::{Sample, tokens_within};
 use crate::cuda::abi;
-use crate::encode::{EncodeOptions, Group, PIECE, Pieces, Plan, group, low_bits, train_with};
+use crate::encode::{Group, PIECE, Pieces, Plan, group, low_bits, train_with};
 use crate::error::Result;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
@@ -14,25 +15,23 @@ use std::collections::BTreeMap;
 const PIECES: usize = 2048;
 
 /// Sets the tables of every plan, as the encoder of the processor does.
-pub(super) fn train(
-    session: &Session<'_>,
-    source: &Source,
-    options: &EncodeOptions,
-    plans: &mut [Plan],
-    progress: Progress<'_>,
-) -> Result<()> {
-    train_with(options, plans, |pieces: Pieces<'_, '_>, add| {
-        let mut groups = BTreeMap::<Group, Vec<(&Plan, u64)>>::new();
+pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
+    train_with(job.options, plans, |pieces: Pieces<'_, '_>, add| {
+        // The pieces of each group that are sampled next, and the size of their memory.
+        let mut groups = BTreeMap::<Group, (Vec<(&Plan, u64)>, u64)>::new();
         for (plan, piece) in pieces {
-            let pieces = groups.entry(group(plan)).or_default();
-            pieces.push((plan, piece));
-            if pieces.len() == PIECES {
-                add(group(plan), &sample(session, source, group(plan), pieces, progress)?);
+            let (pieces, memory) = groups.entry(group(plan)).or_default();
+            let more = memory_of(source, plan, piece * PIECE, PIECE);
+            if pieces.len() == PIECES || (*memory + more > job.limits.wave && !pieces.is_empty()) {
+                add(group(plan), &sample(session, source, group(plan), pieces, job.watcher)?);
                 pieces.clear();
+                *memory = 0;
             }
+            pieces.push((plan, piece));
+            *memory += more;
         }
-        for (group, pieces) in groups.into_iter().filter(|(_, pieces)| !pieces.is_empty()) {
-            add(group, &sample(session, source, group, &pieces, progress)?);
+        for (group, (pieces, _)) in groups {
+            add(group, &sample(session, source, group, &pieces, job.watcher)?);
         }
         Ok(())
     })

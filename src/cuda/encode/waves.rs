@@ -45,7 +45,7 @@ impl Waves<'_, '_> {
     fn work(&self, memory: Memory, sender: &SyncSender<Payloads>) -> Result<Memory> {
         let device = &self.job.target.device().inner;
         let cx = device.context.enter()?;
-        let session = Session::new(self.job.target, &cx, self.job.after, memory)?;
+        let session = Session::new(self.job.target, &cx, self.job.after, self.job.limits, memory)?;
         let _drained = Drained(&session);
         for jobs in &self.waves {
             let mut wave = Wave::new(&session, self.source, self.tables, jobs)?;

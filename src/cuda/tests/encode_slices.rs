@@ -96,7 +96,7 @@ fn slices_and_parts_have_the_bytes_of_the_processor() {
         let options = EncodeOptions::default().codec(codec).chunk_lanes(4096).cuts(cuts);
         let (expected, report) =
             crate::Encode::new(&target.on_processor()).base(&base.on_processor()).options(options.clone()).to_memory().unwrap();
-        let limits = Limits { copies: 1 << (8 + random.below(10)), hashed: 1 << random.below(16), ..Limits::default() };
+        let limits = Limits { wave: 1 << (14 + random.below(6)), hashed: 1 << random.below(16), ..Limits::default() };
         let (base, target) = (base.on_device(unit), target.on_device(unit));
         let found = Encode::new(&target).base(&base).options(options).limits(limits).to_memory();
         let (found, found_report) = found.unwrap_or_else(|e| panic!("seed {seed}: {e}"));

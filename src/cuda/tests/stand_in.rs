@@ -7,6 +7,8 @@
 //! - The third order is early for all streams except the copy stream. It exposes memory that is freed before it was copied.
 
 use super::emulated::emulator;
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char};
 use std::process::Command;
 
 /// Returns whether this process runs on the stand-in. The stand-in is slow, so tests are smaller there.
@@ -43,6 +45,44 @@ pub fn refuse(calls: Option<(Refusal, u32)>) -> bool {
     let (kind, calls) = calls.map_or((0, 0), |(refusal, calls)| (refusal as u32, calls));
     // SAFETY: the library is the stand-in, whose function has this type.
     unsafe { driver().get::<unsafe extern "C" fn(u32, i64) -> i32>(b"stand_in_refuses").unwrap()(kind, calls.into()) != 0 }
+}
+
+/// Makes the driver refuse a call of this function, after `calls` more calls of it.
+pub fn refuse_named(name: &str, calls: u64) {
+    let name = std::ffi::CString::new(name).unwrap();
+    type Refuse = unsafe extern "C" fn(*const c_char, i64) -> i32;
+    // SAFETY: the library is the stand-in, whose function has this type.
+    unsafe { driver().get::<Refuse>(b"stand_in_refuses_named").unwrap()(name.as_ptr(), calls as i64) };
+}
+
+/// Returns the number of calls of each function since the last request to refuse.
+pub fn calls() -> BTreeMap<String, u64> {
+    type Calls = BTreeMap<String, u64>;
+    extern "C" fn add(calls: &mut Calls, name: *const c_char, count: u64) {
+        // SAFETY: the stand-in passes a string.
+        calls.insert(unsafe { CStr::from_ptr(name) }.to_str().unwrap().to_owned(), count);
+    }
+    type Count = unsafe extern "C" fn(extern "C" fn(&mut Calls, *const c_char, u64), &mut Calls);
+    let mut calls = Calls::new();
+    // SAFETY: the library is the stand-in, whose function has this type.
+    unsafe { driver().get::<Count>(b"stand_in_counts").unwrap()(add, &mut calls) };
+    calls
+}
+
+/// Returns the size in bytes of the device memory that is allocated, and the largest size since the last call.
+pub fn device_memory() -> (u64, u64) {
+    let mut most = 0;
+    // SAFETY: the library is the stand-in, whose function has this type.
+    let now = unsafe { driver().get::<unsafe extern "C" fn(&mut u64) -> u64>(b"stand_in_memory").unwrap()(&mut most) };
+    (now, most)
+}
+
+/// Returns whether a call of this function was refused, since the process began.
+pub fn has_refused(name: &str) -> bool {
+    let name = std::ffi::CString::new(name).unwrap();
+    type Has = unsafe extern "C" fn(*const c_char) -> i32;
+    // SAFETY: the library is the stand-in, whose function has this type.
+    unsafe { driver().get::<Has>(b"stand_in_has_refused").unwrap()(name.as_ptr()) != 0 }
 }
 
 /// Returns whether to run tests that select random orders themselves. They run in only one of the orders.
@@ -108,7 +148,7 @@ const ABOUT_KERNELS: [&str; 4] = ["::vectors::", "::hostile::", "::generated::",
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn in_late_order() {
-    run("late", &["::pairs::"], 44);
+    run("late", &["::pairs::"], 45);
 }
 
 #[test]

@@ -1,0 +1,41 @@
+//! Sizes of the memory of an encoding.
+
+/// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
+///
+/// An encoding has at most `memory` bytes for all but payloads and digests: in training and in the survey of a wave, `scratch` and
+/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Limits {
+    /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes.
+    pub lanes: u64,
+    /// Maximum size of the memory for the chunks of a wave, or of a sample, in bytes: see `chunks::memory_of`. A chunk may need more.
+    pub wave: u64,
+    /// Maximum size of the scratch memory in bytes. It has a slot at least.
+    pub scratch: u64,
+    /// Memory that is not in use is freed before all exceeds this size, in bytes.
+    pub memory: u64,
+    /// Maximum size of the streams, and of the payloads without streams, that are written together, in bytes. A chunk may need
+    /// more.
+    pub payloads: u64,
+    /// Room for streams in 256ths of their estimated size.
+    pub room: u64,
+    /// Maximum size of the tensors that are hashed in one launch, in bytes. A tensor may have more.
+    pub hashed: u64,
+    /// From this number of segments per multiprocessor on, one warp encodes a segment, otherwise several.
+    pub alone: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            lanes: 3 << 29,
+            wave: 112 << 20,
+            scratch: 288 << 20,
+            memory: 480 << 20,
+            payloads: 64 << 20,
+            room: 320,
+            hashed: 4 << 30,
+            alone: 16,
+        }
+    }
+}
