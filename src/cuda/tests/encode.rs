@@ -278,53 +278,6 @@ fn what_a_device_cannot_encode_is_refused() {
     }
 }
 
-/// Whichever call of the driver fails: a typed error, and the device encodes afterwards.
-#[test]
-#[ignore = "needs a CUDA device"]
-fn a_refused_call_ends_the_encoding_and_nothing_else() {
-    if !stand_in::is_used() {
-        eprintln!("SKIPPED refused calls: they need the stand-in");
-        return;
-    }
-    let (base, target) = random_lanes(&mut Random(5), Dtype::Bf16, 5000, 9);
-    let mut tensors = Tensors::default();
-    tensors.add(Dtype::Bf16, Some(5000), base, target);
-    let device = super::device();
-    let [base, target] =
-        [&tensors.base, &tensors.target].map(|t| DeviceCheckpoint::upload(device, &Tensors::checkpoint(t)).unwrap());
-    let folder = tempfile::tempdir().unwrap();
-    let encode = || {
-        let options = EncodeOptions::default().codec(Codec::Conditioned);
-        Encode::new(&target).base(&base).options(options).overwrite(true).to_path(folder.path().join("pair"))
-    };
-    encode().unwrap();
-    let expected = std::fs::read(folder.path().join("pair.tpde-blob")).unwrap();
-    let (mut calls, mut errors) = (0, 0);
-    loop {
-        std::fs::remove_file(folder.path().join("pair.tpde-index")).unwrap();
-        std::fs::remove_file(folder.path().join("pair.tpde-blob")).unwrap();
-        stand_in::refuse(Some((stand_in::Refusal::Queueing, calls)));
-        let result = encode();
-        if !stand_in::refuse(None) {
-            result.unwrap();
-            break;
-        }
-        match result {
-            Err(Error::Device { .. }) => {
-                assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "call {calls}: something was published");
-                errors += 1;
-                encode().unwrap();
-            }
-            // Memory is returned to its pool without an error.
-            Ok(_) => {}
-            Err(e) => panic!("call {calls}: {e}"),
-        }
-        assert!(std::fs::read(folder.path().join("pair.tpde-blob")).unwrap() == expected, "after call {calls}");
-        calls += 1;
-    }
-    assert!(errors > 30, "{errors} errors of {calls} refused calls");
-}
-
 /// Real checkpoints, if `TPDE_PAIRS` names a folder with them, and every tensor repeated 24 times. Prints times.
 #[test]
 #[ignore = "needs a CUDA device"]
