@@ -158,6 +158,7 @@ impl<'a> Encode<'a> {
     /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options that a device does not support, or that are
     ///   invalid, and if base and target are on
     ///   two devices.
+    ///   The base of a tensor must have its dtype, unless option `derived` is off.
     /// - [`Error::PartNotHeld`](crate::Error::PartNotHeld) if no slice has a whole part.
     /// - [`Error::Device`](crate::Error::Device) if the driver fails, or if there is too little memory.
     /// - The errors of [`crate::Encode::to_path`] about names, shapes, numbers of tensors, and the files of the pair.

@@ -27,7 +27,9 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     let selection = Selection::new(base_checkpoint, target, options)?;
     if let Some(name) = selection.first_derived() {
         let name = Escaped(name);
-        return Err(unsupported(&format!("the base of tensor {name} has another dtype: encode on the processor")));
+        return Err(unsupported(&format!(
+            "the base of tensor {name} has another dtype: encode on the processor, or without derived bases"
+        )));
     }
     let mut plans = selection.plans(options)?;
     let files = if selection.is_complete() { files } else { Vec::new() };

@@ -148,7 +148,7 @@ const ABOUT_KERNELS: [&str; 4] = ["::vectors::", "::hostile::", "::generated::",
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn in_late_order() {
-    run("late", &["::pairs::"], 45);
+    run("late", &["::pairs::"], 46);
 }
 
 #[test]
