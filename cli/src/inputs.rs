@@ -23,7 +23,7 @@ pub struct CodecArgs {
     #[arg(long, default_value = "auto", value_parser = layouts())]
     layout: LayoutChoice,
     /// Maximum number of lanes per chunk: a power of two, at least 4096. More chunks can be decoded in parallel if chunks are
-    /// small. Below the default, --favor ratio also halves the steps of streams
+    /// small. Below the default, --favor ratio also divides chunks into more streams
     #[arg(long, value_name = "N", default_value_t = EncodeOptions::default().chunk_lanes)]
     chunk_lanes: u64,
     /// Goal of codec conditioned

@@ -13,7 +13,7 @@ use tpde::{FileSource, MergeReport, Pair, PairPaths, Result};
 /// Make one pair of several
 ///
 /// The pairs must have different tensors, and must be made from one base. Payloads are checked and copied, and not decoded. The
-/// result has format 1.2. It describes the files of all pairs.
+/// result has format 1.2, or 1.3 if a base has another dtype. It describes the files of all pairs.
 ///
 /// Payloads of formats 1.0 and 1.1 have no digests. A forged payload of such a pair is copied, and the new pair digest covers it.
 #[derive(Args)]

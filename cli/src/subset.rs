@@ -12,7 +12,7 @@ use tpde::Result;
 
 /// Make a pair of some tensors of another, or of some of their parts
 ///
-/// Payloads are checked and copied, and not decoded. The result has format 1.2. It describes those files of which it has all
+/// Payloads are checked and copied, and not decoded. The result has format 1.2, or 1.3 if a base has another dtype. It describes those files of which it has all
 /// tensors, if its tensors are in no other file and the pair stores the headers of these files; otherwise no files.
 #[derive(Args)]
 pub struct Subset {

@@ -13,7 +13,7 @@ ranks that ``torch.distributed`` or an engine's communicator connects::
 Three rules hold after any failure:
 
 - The parameters of a subscriber are those of one version, never a mixture, except after :class:`tpde.Poisoned`.
-- A version is published only if all subscribers have the previous one.
+- A version waits for all subscribers that can reach the previous one.
 - The publisher raises the error of a subscriber that fails.
 
 A subscriber that comes late catches up by the pairs that it missed, or by a whole version.

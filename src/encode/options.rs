@@ -21,7 +21,7 @@ pub struct EncodeOptions {
     pub layout: Option<Layout>,
     /// Maximum number of lanes per chunk: a power of two, at least 4,096. The default is 1,048,576. A chunk also has at most
     /// 4 MiB of lanes. Smaller chunks give decoders more parallelism; each chunk costs 48 bytes of index. Below the default,
-    /// [`Favor::Ratio`] also halves the steps of streams.
+    /// [`Favor::Ratio`] also divides chunks into more streams.
     pub chunk_lanes: u64,
     /// Whether codec `conditioned` favors a small pair or fast decoding.
     pub favor: Favor,
@@ -186,7 +186,7 @@ impl Favor {
     }
 }
 
-/// Whether [`Favor::Ratio`] halves the steps of streams of codec `conditioned`. It does if the option `chunk_lanes` is below its
+/// Whether [`Favor::Ratio`] divides chunks of codec `conditioned` into more streams. It does if the option `chunk_lanes` is below its
 /// default: small chunks imply that latency matters, and the steps of a stream are decoded one after another. Cost: more streams,
 /// so more initial states in the payloads.
 fn streams_are_short(chunk_lanes: u64) -> bool {

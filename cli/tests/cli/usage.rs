@@ -191,9 +191,9 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
 fn help_and_documents_say_that_small_chunks_have_short_streams() {
     let help = Place::new().ok("encode --help").out;
     let words: Vec<_> = help.split_whitespace().collect();
-    assert!(words.join(" ").contains("Below the default, --favor ratio also halves the steps of streams"), "{help}");
+    assert!(words.join(" ").contains("Below the default, --favor ratio also divides chunks into more streams"), "{help}");
     let document = fs::read_to_string(root().join("docs/cli.md")).unwrap();
-    assert!(document.contains("`--favor ratio` allows 512 steps instead of 1,024 in a stream"));
+    assert!(document.contains("`--favor ratio` also divides a chunk into more streams"));
 }
 
 #[test]
