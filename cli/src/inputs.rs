@@ -89,14 +89,9 @@ impl ExpectArgs {
     pub fn open_chain<'a>(&self, paths: impl IntoIterator<Item = &'a Path>) -> Result<Vec<Pair<FileSource>>> {
         let paths: Vec<_> = paths.into_iter().collect();
         let Some((last, earlier)) = paths.split_last() else { return Ok(Vec::new()) };
-        let step = |number: usize, error: Error| match error {
-            Error::Invalid(_) | Error::Limit { .. } if !earlier.is_empty() => {
-                Error::Step { number, pair: paths[number - 1].display().to_string(), source: Box::new(error) }
-            }
-            _ => error,
-        };
-        let last = self.open(last).map_err(|error| step(paths.len(), error))?;
-        let earlier = earlier.iter().zip(1..).map(|(path, number)| Pair::open(path).map_err(|error| step(number, error)));
+        let count = paths.len();
+        let last = self.open(last).map_err(|error| in_step(error, count, count, last))?;
+        let earlier = earlier.iter().zip(1..).map(|(path, n)| Pair::open(path).map_err(|error| in_step(error, n, count, path)));
         earlier.chain([Ok(last)]).collect()
     }
 
@@ -104,6 +99,16 @@ impl ExpectArgs {
     pub fn open(&self, path: &Path) -> Result<Pair<FileSource>> {
         let options = self.expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
         Pair::open_with(path, &options, &|_| {})
+    }
+}
+
+/// Names a pair of a chain in an error about its bytes. A single pair is no chain.
+pub fn in_step(error: Error, number: usize, count: usize, pair: &Path) -> Error {
+    match error {
+        Error::Invalid(_) | Error::Limit { .. } if count > 1 => {
+            Error::Step { number, pair: pair.display().to_string(), source: Box::new(error) }
+        }
+        _ => error,
     }
 }
 
@@ -150,9 +155,14 @@ pub fn last_of<'a>(
 }
 
 impl ChainArgs {
+    /// The last pair.
+    pub fn last(&self) -> &Path {
+        self.rest.last().unwrap_or(&self.first)
+    }
+
     /// The pairs as messages name them: the path of one, or the number of several.
     pub fn shown(&self) -> String {
-        let last = self.rest.last().unwrap_or(&self.first);
+        let last = self.last();
         match self.rest.len() + usize::from(self.no_base) {
             0 | 1 => text::path(last),
             count => format!("{count} pairs"),

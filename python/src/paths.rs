@@ -7,7 +7,7 @@ use crate::run::{Steering, run};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tpde::{
     Apply, Chain, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FileSource, FormatVersion,
     Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
@@ -74,14 +74,19 @@ fn open_each(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSou
 /// Opens the pairs of a chain. If the bytes of one of several pairs are at fault, the error has its number and path.
 fn open_chain(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSource>>> {
     let open = |(number, pair): (usize, &PairName)| {
-        open(&pair.0, pair.1, steering).map_err(|error| match error {
-            Error::Invalid(_) | Error::Limit { .. } if pairs.len() > 1 => {
-                Error::Step { number, pair: pair.0.display().to_string(), source: Box::new(error) }
-            }
-            _ => error,
-        })
+        open(&pair.0, pair.1, steering).map_err(|error| in_step(error, number, pairs.len(), &pair.0))
     };
     (1..).zip(pairs).map(open).collect()
+}
+
+/// Names a pair of a chain in an error about its bytes. A single pair is no chain.
+fn in_step(error: Error, number: usize, count: usize, pair: &Path) -> Error {
+    match error {
+        Error::Invalid(_) | Error::Limit { .. } if count > 1 => {
+            Error::Step { number, pair: pair.display().to_string(), source: Box::new(error) }
+        }
+        _ => error,
+    }
 }
 
 /// A base that is opened; without tensors if there is none.
@@ -215,6 +220,7 @@ pub fn apply(
     replace: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
+    let name = pairs.last().map_or_else(PathBuf::new, |pair| pair.0.clone());
     let (pairs, base) = run(py, None, 0, |steering| Ok((open_chain(&pairs, steering)?, Base::open(base)?)))?;
     let last = pairs.last().ok_or_else(|| errors::to_python(py, &Error::InvalidArgument("no pair is given".into())))?;
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
@@ -224,12 +230,13 @@ pub fn apply(
         if wanted.is_some() {
             apply = apply.tensors(is_wanted);
         }
-        let report = if pairs.len() == 1 {
-            apply.base(base.checkpoint()).to_path(&path)?
+        let count = pairs.len();
+        let report = if count == 1 {
+            apply.base(base.checkpoint()).to_path(&path)
         } else {
-            apply.base(&Chain::new(base.checkpoint(), &pairs)?.without_last()).to_path(&path)?
+            apply.base(&Chain::new(base.checkpoint(), &pairs)?.without_last()).to_path(&path)
         };
-        Ok(json!(report).to_string())
+        Ok(json!(report.map_err(|error| in_step(error, count, count, &name))?).to_string())
     })
 }
 

@@ -155,6 +155,9 @@ def test_damage_of_one_pair_names_it(chain: Chain, tmp_path: Path) -> None:
     with pytest.raises(tpde.Step) as caught:
         tpde.fold(pairs, tmp_path / "never", base=chain.files[0])
     assert caught.value.number == 2 and isinstance(caught.value.__cause__, tpde.Invalid)
+    with pytest.raises(tpde.Step) as caught:
+        tpde.apply(pairs[:2], tmp_path / "never", base=chain.files[0])
+    assert caught.value.number == 2 and caught.value.pair.endswith("bad")
     index = bytearray((tmp_path / "bad.tpde-index").read_bytes())
     index[-1] ^= 1
     (tmp_path / "bad.tpde-index").write_bytes(index)

@@ -196,7 +196,7 @@ class TestApply:
         assert tpde.torch.apply_(given, pair, strict=False, base=base) == "nothing"
         assert tpde.numpy.apply_({}, pair, strict=False) == "nothing"
         assert raw_of(given) == before
-        message = "the pair has '.*', given is 'other'" if given else r"which is missing \(strict=False skips it\)"
+        message = "the pair has '.*', given is 'other'" if given else "which is missing among the given ones; strict=False skips it"
         with pytest.raises(tpde.InvalidArgument, match=message):
             tpde.torch.apply_(given, pair)
 

@@ -40,7 +40,7 @@ impl FileTable {
             let kind = FileKind::from_code(entry.kind).ok_or_else(|| Rule::FileKind.broken("a known code", entry.kind))?;
             Rule::FileReserved.check(entry.reserved_0 == 0 && entry.reserved_1 == 0, "zeros", "other bytes")?;
             let limit = MAX_FILE_NAME_SIZE;
-            Rule::FileName.check(entry.name_size <= limit, format_args!("at limit {limit} bytes"), entry.name_size)?;
+            Rule::FileName.check(entry.name_size <= limit, format_args!("at most {limit} bytes"), entry.name_size)?;
             let header_length = if kind.has_tensors() { 8 } else { 0 };
             Rule::FileContentSize.check(
                 entry.content_size >= header_length,

@@ -121,6 +121,12 @@ fn a_chain_that_does_not_fit_is_refused_with_its_step() {
         assert_eq!((&error["rule"], &error["step"]), (&"payload.crc32".into(), &2.into()), "{line}: {error}");
         assert!(error["hint"].as_str().unwrap().contains("fetch it again"), "{error}");
     }
+    place.edit("p2.tpde-blob", |blob| *blob.get_mut(70).unwrap() ^= 1);
+    place.edit("p3.tpde-blob", |blob| *blob.get_mut(70).unwrap() ^= 1);
+    for line in verbs("p1 p2 p3") {
+        let error = place.fails(&line, DATA, "step 3 of the chain, p3: ");
+        assert_eq!((&error["pair"], &error["rule"]), (&"p3".into(), &"payload.crc32".into()), "{line}: {error}");
+    }
     place.edit("p2.tpde-index", |index| *index.get_mut(300).unwrap() ^= 1);
     for line in verbs("p1 p2 p3") {
         let error = place.fails(&line, DATA, "step 2 of the chain, p2: index.digest");
