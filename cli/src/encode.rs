@@ -325,6 +325,10 @@ impl fmt::Display for Report {
                 facts.push((label, format!("{count}, {why}: {}", text::some(names))));
             }
         }
+        if !self.removed.is_empty() && self.added.len() == self.tensors.len() {
+            let note = "no tensor of the target is in the base: is it the right base? --rename and --rename-map give other names";
+            facts.push(("note", note.to_owned()));
+        }
         text::facts(f, &facts)
     }
 }

@@ -63,5 +63,5 @@ def test_contradictions_and_bad_arguments_are_refused(made: Made, tmp_path: Path
     with pytest.raises(tpde.UnexpectedPair):
         tpde.subset(first, tmp_path / "x", tensors="*", expect=bytes(32))
     assert not list(tmp_path.glob("x*"))
-    tpde.subset(first, tmp_path / "x", tensors=lambda found: found == name, expect=tpde.inspect(first).pair_digest)
+    tpde.subset(first, tmp_path / "x", tensors=lambda found: found == name, expect=tpde.inspect(first).pair_digest + "\n")
     assert [tensor.name for tensor in tpde.inspect(tmp_path / "x").tensors] == [name]

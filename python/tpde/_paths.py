@@ -399,6 +399,8 @@ def digest_of(expect: Digest | None) -> bytes | None:
     """The 32 bytes of a pair digest."""
     if expect is None:
         return None
+    if isinstance(expect, str):
+        expect = expect.strip()  # a digest that was signed as text ends with a line feed
     try:
         digest = bytes.fromhex(expect) if isinstance(expect, str) else bytes(memoryview(expect))
     except (TypeError, ValueError):

@@ -68,6 +68,12 @@ fn renamed_tensors_are_paired() {
     place.ok("apply base.safetensors by-map -o out.safetensors");
     place.assert_same("out.safetensors", "target.safetensors");
 
+    let note = "no tensor of the target is in the base";
+    assert!(!place.ok("encode base.safetensors target.safetensors -o apart --force").out.contains(note));
+    target.iter_mut().for_each(|tensor| tensor.name.insert_str(0, "model."));
+    write_file(&place.path("prefixed.safetensors"), &target);
+    assert!(place.ok("encode base.safetensors prefixed.safetensors -o prefixed").out.contains(note));
+
     place.fails("encode base.safetensors target.safetensors -o x --rename embedding=nothing", USAGE, "no tensor nothing");
     fs::write(place.path("map.json"), "[1]").unwrap();
     place.fails("encode base.safetensors target.safetensors -o x --rename-map map.json", USAGE, "map.json");
