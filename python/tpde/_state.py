@@ -162,7 +162,9 @@ def apply_(
         raise InvalidArgument(f"no tensor of the pair is among the given ones: the pair has {missing[0]!r}, given is {ours!r}")
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InvalidArgument(f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones; strict=False skips it")
+        raise InvalidArgument(
+            f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones; strict=False skips it"
+        )
     entries = [entry for entry in entries if entry.name in tensors]
     if not entries:
         return "nothing"
