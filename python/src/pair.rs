@@ -198,12 +198,13 @@ impl Pair {
     }
 
     /// Changes slices of tensors in place. False if they already were the target.
-    #[pyo3(signature = (slices, *, checked, progress))]
+    #[pyo3(signature = (slices, *, checked, digests, progress))]
     fn apply_slices_in_place(
         &self,
         py: Python<'_>,
         slices: Vec<SliceMemory>,
         checked: bool,
+        digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<bool> {
         let total = slices.iter().map(SliceMemory::size).sum();
@@ -211,7 +212,7 @@ impl Pair {
         run(py, progress, total, |steering| {
             // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
             let slices = unsafe { self::slices(&self.pair, &slices)? };
-            applied(Apply::new(&self.pair).watch(steering).in_place_slices(slices, mode))
+            applied(Apply::new(&self.pair).watch(steering).digests(digests).in_place_slices(slices, mode))
         })
     }
 }

@@ -22,6 +22,7 @@ from test_recorder import Repacking, same  # noqa: E402
 
 import tpde.slices  # noqa: E402
 import tpde.sync  # noqa: E402
+from tpde import _prepared  # noqa: E402
 
 
 class Small(loaders.Model):
@@ -105,6 +106,38 @@ def test_subscribers_follow_version_by_version(tmp_path: Path) -> None:
             assert received.milliseconds.keys() == {"plan", "apply"} and engine.update() == []
             engine.check()
         assert trainer.publisher.wait() == []
+
+
+def test_a_commit_leaves_digests_to_the_checks_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1, version=0)
+    trainer.publisher._bucket = 100
+    compared, opened = [], _prepared.open_pair
+
+    class Spied:
+        def __init__(self, *args: Any, **how: Any) -> None:
+            self._pair = opened(*args, **how)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._pair, name)
+
+        def apply_slices_in_place(self, *args: Any, digests: bool, **how: Any) -> bool:
+            compared.append(digests)
+            return self._pair.apply_slices_in_place(*args, digests=digests, **how)
+
+    monkeypatch.setattr(_prepared, "open_pair", Spied)
+    trainer.publish()
+    assert engine.subscriber.stage() == [1] and compared == []
+    lane = engine.model.parameters["qk"].view(torch.int16)
+    lane[3, 3] ^= 1
+    with pytest.raises(tpde.WrongBase):
+        engine.subscriber.commit()  # by the sums
+    lane[3, 3] ^= 1
+    assert engine.subscriber.stage() == [1] and [one.version for one in engine.subscriber.commit()] == [1]
+    assert compared == [False, False]
+    engine.check()
+    trainer.publish()
+    assert engine.update() == [2] and compared == [False, False, True]  # nothing was checked before
+    engine.check()
 
 
 def test_weights_may_change_when_they_are_copied(tmp_path: Path) -> None:

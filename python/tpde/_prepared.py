@@ -18,7 +18,7 @@ class PreparedSlices:
 
     Args:
         slices: As for :func:`tpde.torch.apply_slices_`.
-        digests: Whether a device compares the digests of targets. Sums and the digests of payloads are compared in any case.
+        digests: Whether digests of tensors are compared. Sums and the digests of payloads are compared in any case.
         on_written: Called with the tensors if they have, or may have, been written.
     """
 
@@ -31,7 +31,7 @@ class PreparedSlices:
         digests: bool,
         on_written: Callable[[list[Any]], None],
     ) -> None:
-        self._pair, self._on_written = open_pair(pair, expect=expect), on_written
+        self._pair, self._digests, self._on_written = open_pair(pair, expect=expect), digests, on_written
         self._tensors = [one.tensor for one in slices]
         entries = {entry.name: entry for entry in map(Entry._make, self._pair.tensors())}
         device = device_of_slices(slices)
@@ -63,7 +63,9 @@ class PreparedSlices:
                 applied = self._application.run(self._on_device, progress)
             else:
                 with progress_callback(progress, "apply") as callback:
-                    applied = self._pair.apply_slices_in_place(self._memories, checked=True, progress=callback)
+                    applied = self._pair.apply_slices_in_place(
+                        self._memories, checked=True, digests=self._digests, progress=callback
+                    )
         except BaseException as error:
             # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
             if isinstance(error, Poisoned) or not isinstance(error, TpdeError):

@@ -266,7 +266,7 @@ def apply_slices(
         else:
             with progress_callback(progress, "apply") as callback:
                 if base is None:
-                    applied = opened.apply_slices_in_place(memories, checked=mode == "all_checked", progress=callback)
+                    applied = opened.apply_slices_in_place(memories, checked=mode == "all_checked", digests=True, progress=callback)
                 else:
                     applied = True
                     opened.read_slices(memories, base=read_from, digests=mode == "all_checked", progress=callback)

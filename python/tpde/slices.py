@@ -293,8 +293,8 @@ def prepare(
 
     Args:
         weights, pair, kept, reload, expect: As for :func:`apply_`.
-        digests: Whether a device compares the digests of targets, if :func:`check` has not done so. CRC, sums and the digests of
-            payloads are compared in any case.
+        digests: Whether digests of tensors are compared, if :func:`check` has not done so. CRC, sums and the digests of payloads are
+            compared in any case. On a device, digests are those of targets.
 
     Raises:
         NotRecorded, UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`apply_`.
