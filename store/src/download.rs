@@ -158,10 +158,9 @@ impl Cache<'_> {
         let held = self.held(pair);
         let mut scratch = Vec::new();
         let mut missing = Missing { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
-        let mut bases = Wanted::default();
-        for tensor in index.tensors() {
-            let chunks = wanted.chunks(&tensor);
-            for &number in &chunks {
+        let entries: Vec<_> = index.tensors().map(|entry| (entry, wanted.chunks(&entry))).collect();
+        for (_, chunks) in &entries {
+            for &number in chunks {
                 let chunk = index.chunk(number);
                 // Compares CRC-32 and digest.
                 let mut is_held = || held.as_ref().is_some_and(|held| held.payload(number, &mut scratch).is_ok());
@@ -171,9 +170,8 @@ impl Cache<'_> {
                     missing.chunks.push(number);
                 }
             }
-            bases.add_bases(&tensor, &chunks);
         }
-        (missing, bases)
+        (missing, wanted.bases(&entries))
     }
 
     /// Pairs with the payloads of the chunks that have wanted elements of the last one, and of what these are made from in the pairs
