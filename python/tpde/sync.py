@@ -13,7 +13,7 @@ ranks that ``torch.distributed`` or an engine's communicator connects::
 Three rules hold after any failure:
 
 - The parameters of a subscriber are those of one version, never a mixture, except after :class:`tpde.Poisoned`.
-- A version waits for all subscribers that can reach the previous one.
+- Publishing waits until all subscribers that can reach the last version have it.
 - The publisher raises the error of a subscriber that fails.
 
 A subscriber that comes late catches up by the pairs that it missed, or by a whole version.
@@ -142,7 +142,7 @@ class Publisher:
         return {"bytes": 0, "changed": None, "favor": self._favor or "ratio", "difference": None, "whole": None}
 
     def publish(self, *, copied: Callable[[], None] | None = None) -> Sync:
-        """Publish the source's weights as the next version, once all subscribers have the last one.
+        """Publish the weights as the next version, once all subscribers that can reach the last one have it.
 
         Subscribers answer later: :meth:`wait` waits for them. Those of a group check the version before it is committed.
 

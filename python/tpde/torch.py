@@ -157,7 +157,7 @@ def apply_(
 ) -> Outcome:
     """Turn live base weights into target weights in place: parameters stay the same objects at the same addresses.
 
-    Memory beyond the weights: a few buffers of one chunk per thread; on a CUDA device the compressed bytes and at most 64 MiB.
+    Memory beyond the weights: a few chunks per thread; on a CUDA device the compressed bytes and at most 192 MiB.
     Tied weights are changed once. Autograd is informed: the version counters of all tensors that change are incremented, also
     those of leaves that require gradients. Tensors that the pair does not name are not changed.
 
