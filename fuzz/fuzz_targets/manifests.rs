@@ -54,7 +54,11 @@ fuzz_target!(|data: &[u8]| {
         if let Ok((branch, number)) = names::version(text) {
             check_below(&names::manifest(branch, number.unwrap_or(0)));
         }
-        for name in [names::of_manifest(text), names::of_mark(text), names::of_deletion(text), names::of_shortcut(text).map(|ends| ends.0)].into_iter().flatten() {
+        for name in
+            [names::of_manifest(text), names::of_mark(text), names::of_deletion(text), names::of_shortcut(text).map(|ends| ends.0)]
+                .into_iter()
+                .flatten()
+        {
             assert!(text.contains(name.0) && names::check_branch(name.0).is_ok());
             check_below(text);
         }

@@ -218,7 +218,7 @@ class Store:
             branch: The branch, which is created if it does not exist.
             parent: The version that a new branch begins at. By default a branch begins with a whole version.
             whole: Whether the version is stored without its parent.
-            external: Where the checkpoint can be found, such as a name on a hub. Only the digest of the tensors and the other files are
+            external: Where the checkpoint can be found, such as a name on a hub. Only the other files and the digest of the tensors are
                 stored, and readers pass the checkpoint in ``have``.
             have: Checkpoints that are here, by version, so that they need not be read from the store.
             metadata: The caller's own values.
