@@ -193,7 +193,7 @@ def record(load_weights: Loader, tensors: StrPath | State, parameters: State | n
     be live. Only what the calling thread does is seen. A copy in another thread fails, because the tensors have no data.
 
     Refused, by operation, tensor, parameter and line of the loader: arithmetic, casts, expanded and concatenated tensors, advanced
-    indices, transposed parameters, steps, tensors with elements of less than a byte. A refused parameter is listed in
+    indices, transposed parameters, tensors with elements of less than a byte. A refused parameter is listed in
     ``refusals`` of the map. The engine can load its module again, see :class:`Kept`.
 
     Args:

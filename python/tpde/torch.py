@@ -9,7 +9,7 @@ What is checked: on every device, the CRC of each payload and the sums of each c
 CRC with a probability of 2^-32. Random changes of the result pass the target sum with a probability of about 2^-64, or 2^-32 at
 worst. They do not find forgery: a blob can be changed to give other weights under the same index and pair digest, so an authentic
 pair digest does not help if only CRC and sums are checked. Only digests of payloads or tensors detect forgery. The CPU compares
-those of bases and targets, a device those of targets. Layers of :mod:`tpde.nn` compare none for the weights that they rebuild: if
+those of bases and targets, a device those of targets. Layers of :mod:`tpde.nn` compare at most those of payloads: if
 you do not trust the author of a pair, call :func:`tpde.verify` with ``base`` before.
 """
 
@@ -335,7 +335,7 @@ def iter_patches(
 ) -> Iterator[CheckpointWeightPatch]:
     """The changes of the pair, tensor by tensor, as patches of new values at flat indices.
 
-    A patch is dense (``indices`` is ``None``) for tensors, or tensors with parts, without a base of their shape, for dtypes that
+    A patch is dense (``indices`` is ``None``) if any part of a tensor lacks a base of its dtype and shape, for dtypes that
     are not floating-point, and for new values that are NaN, because vLLM reads NaN as 'unchanged'. vLLM loads dense and sparse
     patches in separate calls: ``kind`` selects. Tensors that do not change have no patch.
 

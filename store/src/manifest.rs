@@ -41,7 +41,7 @@ pub struct Version {
     pub branch: String,
     /// Number within the branch.
     pub number: u64,
-    /// 32 random hexadecimal digits. They distinguish versions with one number of a branch that was deleted and created again.
+    /// 32 random hexadecimal digits. References state them, and mean only the version that has them.
     pub id: String,
     /// The version before.
     pub parent: Option<Reference>,

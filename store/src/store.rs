@@ -406,7 +406,7 @@ impl Store {
     }
 
     /// Prunes a branch: of its versions it keeps those whose number is a multiple of `keep_every`, the head, the anchors, and those at
-    /// which other branches begin. The others cannot be named from now on ([`Error::Pruned`]). [`Store::gc`] removes their pairs
+    /// which other branches or shortcuts to them begin. The others cannot be named from now on ([`Error::Pruned`]). [`Store::gc`] removes their pairs
     /// after the grace.
     ///
     /// First, shortcuts that skip the versions to be pruned are made. Then these versions are marked. After an interruption, the

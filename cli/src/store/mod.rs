@@ -182,7 +182,7 @@ struct Verify {
     /// Only this branch
     #[arg(long, value_name = "BRANCH")]
     branch: Option<String>,
-    /// Also rebuild every version, and compare the digests of its tensors
+    /// Also rebuild the versions whose anchors the store has, and compare digests
     #[arg(long)]
     rebuild: bool,
 }
@@ -204,7 +204,7 @@ struct Fold {
 
 /// Remove versions of a branch, and keep the others readable
 ///
-/// The newest version, whole and external versions, and versions that other branches begin at are kept too. First shortcuts are
+/// The newest version, whole and external versions, and versions at which other branches or shortcuts to them begin are kept too. First shortcuts are
 /// stored past the versions that go. gc removes the pairs of these versions after the grace of the store. After an interruption,
 /// the same command goes on.
 #[derive(Args)]
