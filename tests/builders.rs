@@ -8,8 +8,8 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 use tpde::{
-    Apply, Authenticity, Checkpoint, Codec, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Result,
-    SafetensorsCheckpoint, TensorInfo, TensorMut, Verify, Work,
+    Apply, Authenticity, Checkpoint, Codec, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Result,
+    SafetensorsCheckpoint, SliceMut, TensorInfo, TensorMut, Verify, Work,
 };
 
 /// A folder with the checkpoint files `base` and `target`, of two tensors each, and the tensors.
@@ -118,6 +118,9 @@ fn in_place_refuses_what_it_cannot_honour() {
     };
     is_argument(apply(Apply::new(&pair).base(&base), &mut bytes, "a"), "takes no base");
     is_argument(apply(Apply::new(&pair).on(&NoDevice), &mut bytes, "a"), "runs on the processor");
+    let slice = SliceMut::new("a", Rectangle::whole(&[64, 256]), &mut bytes);
+    let slices = Apply::new(&pair).on(&NoDevice).in_place_slices([slice], InPlace::AllChecked);
+    is_argument(slices, "runs on the processor");
     is_argument(apply(Apply::new(&pair).tensors(|name| name == "b"), &mut bytes, "a"), "tensor a is not selected");
     is_argument(apply(Apply::new(&pair), &mut bytes, "c"), "no tensor c in the pair");
     assert!(bytes == files.base[0].bytes, "nothing was written");

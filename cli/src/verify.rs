@@ -13,7 +13,7 @@ use tpde::{Authenticity, BaseKind, Checkpoint, Error, PayloadDigests, Result, Ve
 
 /// Check a pair, and whether it fits a base or a target
 ///
-/// Alone: every rule of the index, and the CRC-32 of every payload. For a pair of format 1.2, also the digest of all payloads,
+/// Alone: every rule of the index, and the CRC-32 of every payload. From format 1.2 on, also the digest of all payloads,
 /// which is part of the pair digest: a forged payload is refused. For a pair of format 1.0 or 1.1, the check finds damage, not
 /// forgery: a payload can be changed without changing its CRC-32 or the pair digest. With --base or --no-base: rebuilds every
 /// tensor without writing it and compares all digests; a forged payload is refused. Also plans the files as apply does: where

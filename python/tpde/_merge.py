@@ -50,9 +50,9 @@ def merge(
 ) -> MergeReport:
     """Make the pair ``path`` of several pairs, which must have different tensors and one base.
 
-    Payloads are checked and copied, and not decoded. No base is needed. The result has format 1.2. Payloads of formats 1.0 and 1.1
-    have no digests: a forged payload of such a pair is copied, and the new pair digest covers it. :func:`verify` with ``base``
-    detects that, before or after.
+    Payloads are checked and copied, and not decoded. No base is needed. The result has format 1.2, or 1.3 if a
+    base has another dtype. Payloads of formats 1.0 and 1.1 have no digests: a forged payload of such a pair is copied, and the new
+    pair digest covers it. :func:`verify` with ``base`` detects that, before or after.
 
     Args:
         pairs: Names of the pairs, or either file of each.

@@ -1,6 +1,6 @@
 """The slices that a weight loader makes of a checkpoint, and pairs applied to them.
 
-An inference engine loads a checkpoint by a function that takes pairs of name and tensor, and copies slices of these tensors to its
+An inference engine loads a checkpoint by a function that takes tuples of name and tensor, and copies slices of these tensors to its
 parameters: rows of a rank, several tensors fused in one parameter, experts stacked. :func:`record` runs such a function once,
 without data, and finds all of these slices. :func:`apply_` then changes the live parameters by a pair, in place::
 
@@ -152,7 +152,7 @@ class Map:
         """Keep the base of modules that cannot be patched, in memory of its own, for the engine's own reload.
 
         Args:
-            base: The base's tensors, or pairs of name and tensor, of which one at a time is needed.
+            base: The base's tensors, or tuples of name and tensor, of which one at a time is needed.
             modules: Names of modules whose weights a kernel has repacked, as :class:`tpde.Repacked` has them. Modules with refused
                 parameters are kept in any case.
             pinned: Whether the memory is pinned, which makes copies to a device faster.
@@ -197,8 +197,8 @@ def record(load_weights: Loader, tensors: StrPath | State, parameters: State | n
     ``refusals`` of the map. The engine can load its module again, see :class:`Kept`.
 
     Args:
-        load_weights: Called with an iterator of pairs of name and tensor.
-        tensors: The checkpoint's tensors, for their names, shapes and dtypes: a pair with its path, or a dict, for example of
+        load_weights: Called with an iterator of tuples of name and tensor.
+        tensors: The checkpoint's tensors, for their names, shapes and dtypes: the path of a pair, or a dict, for example of
             tensors on the device ``meta``.
         parameters: The parameters that are loaded: a dict, or a module, of which parameters and persistent buffers count. They may
             be on any device, also on ``meta``. They are not written.

@@ -395,9 +395,9 @@ class Store:
         codec: str | None = None,
         favor: str | None = None,
     ) -> PruneReport:
-        """Keep those versions of a branch whose number is a multiple of ``keep_every``, the newest, the anchors, and those at which other
-        branches or shortcuts to them begin. The others cannot be named from now on. First, shortcuts are made that skip them. :meth:`gc` removes the pairs
-        of these versions once the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
+        """Keep those versions of a branch whose number is a multiple of ``keep_every``, the newest, the anchors, and those where another
+        branch, or a shortcut into one, begins. The others cannot be named from now on. First, shortcuts are made that skip them.
+        :meth:`gc` removes the pairs of these versions once the grace is over. After an interruption, the next call goes on. Other arguments are as for :meth:`put`.
 
         Raises:
             InvalidArgument: ``keep_every`` is no number of at least 1.

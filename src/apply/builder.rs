@@ -90,11 +90,11 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// Sets whether BLAKE3 digests of tensors are compared. The default is `true`. It has no effect on the comparison of payloads
-    /// with their digests, which pairs of format 1.2 have.
+    /// with their digests, which pairs have from format 1.2 on.
     ///
     /// Without digests of tensors, decoding is about three times as fast, and each chunk's CRC and sums still detect damage. They
     /// do not detect forgery: both are linear, so a blob of format 1.0 or 1.1 can be changed to give other weights with the same
-    /// index and pair digest. In format 1.2, digests of payloads detect forgery if all payloads are read or the index stores
+    /// index and pair digest. From format 1.2 on, digests of payloads detect forgery if all payloads are read or the index stores
     /// their digests; [`ApplyReport::payload_digests`] says which were compared.
     pub fn digests(mut self, on: bool) -> Self {
         self.digests = on;
@@ -108,7 +108,7 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     /// Decodes on a device, with the same result. The device also hashes bases and targets, if digests are compared. The CPU does
-    /// all the work of [`Apply::range`] and [`Apply::changes`].
+    /// all the work of ranges, changes, moves and slices.
     pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
         self.accelerator = Some(device);
         self
@@ -246,11 +246,7 @@ impl<'a, B: Source> Apply<'a, B> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
         }
-        if self.accelerator.is_some() {
-            return Err(Error::InvalidArgument(
-                "an application in place runs on the processor: tpde::cuda changes tensors on a device".into(),
-            ));
-        }
+        self.check_processor()?;
         let mut tensors: Vec<_> = tensors.into_iter().collect();
         let is_selected = |tensor_index| self.selected.binary_search(&tensor_index).is_ok();
         let in_index = tensors.iter().map(|tensor| self.pair.index().find(tensor.name));
@@ -315,7 +311,17 @@ impl<'a, B: Source> Apply<'a, B> {
         if self.base.is_some() {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
         }
+        self.check_processor()?;
         slices::in_place(self.pair, Memories::new(slices)?, mode, self.digests, &self.watcher)
+    }
+
+    /// An application in place has no device.
+    fn check_processor(&self) -> Result<()> {
+        if self.accelerator.is_none() {
+            return Ok(());
+        }
+        let reason = "an application in place runs on the processor: tpde::cuda changes tensors on a device";
+        Err(Error::InvalidArgument(reason.into()))
     }
 
     /// Finds the cause of an error that another decoder reported, such as module `cuda`. If the error is about the sum of a base

@@ -16,7 +16,7 @@ use serde::Serialize;
 ///
 /// | set | what is checked | what that excludes |
 /// |---|---|---|
-/// | nothing | every rule of the index, the CRC-32 of every payload, from format 1.2 on the digest over all payloads | damage; from format 1.2 on also forged payloads |
+/// | nothing | every rule of the index, the CRC-32 of every payload, the digest over all payloads if the index has it (from format 1.2 on) | damage; with that digest also forged payloads |
 /// | [`base`](Self::base) or [`without_base`](Self::without_base) | rebuilds every tensor without writing it, compares all digests, plans the files as [`Apply::to_path`] does; the content of a stored shard index is not checked | damage, forged payloads, another base |
 /// | [`target`](Self::target) | compares a checkpoint with the target's digests, and its files byte for byte | another target; says nothing about payloads |
 ///

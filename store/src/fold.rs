@@ -179,8 +179,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// Keeps the head, anchors, versions whose number is a multiple of `keep_every`, and those at which other branches or
-    /// shortcuts to them begin. `made` are shortcuts that exist, from one version to another: a list may lack them.
+    /// Keeps the head, anchors, versions whose number is a multiple of `keep_every`, and those where another branch, or a
+    /// shortcut into one, begins. `made` are shortcuts that exist, from one version to another: a list may lack them.
     fn new(
         catalog: &mut Catalog<'_>,
         cache: &Cache<'_>,

@@ -405,9 +405,9 @@ impl Store {
         Ok(shortcuts)
     }
 
-    /// Prunes a branch: of its versions it keeps those whose number is a multiple of `keep_every`, the head, the anchors, and those at
-    /// which other branches or shortcuts to them begin. The others cannot be named from now on ([`Error::Pruned`]). [`Store::gc`] removes their pairs
-    /// after the grace.
+    /// Prunes a branch: of its versions it keeps those whose number is a multiple of `keep_every`, the head, the anchors, and those where
+    /// another branch, or a shortcut into one, begins. The others cannot be named from now on ([`Error::Pruned`]).
+    /// [`Store::gc`] removes their pairs after the grace.
     ///
     /// First, shortcuts that skip the versions to be pruned are made. Then these versions are marked. After an interruption, the
     /// next call goes on.

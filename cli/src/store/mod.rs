@@ -204,9 +204,9 @@ struct Fold {
 
 /// Remove versions of a branch, and keep the others readable
 ///
-/// The newest version, whole and external versions, and versions at which other branches or shortcuts to them begin are kept too. First shortcuts are
-/// stored past the versions that go. gc removes the pairs of these versions after the grace of the store. After an interruption,
-/// the same command goes on.
+/// The newest version, whole and external versions, and versions where another branch, or a shortcut into one, begins are kept
+/// too. First, shortcuts that skip the other versions are stored. gc removes the pairs of these versions after the grace of the
+/// store. After an interruption, the same command goes on.
 #[derive(Args)]
 struct Prune {
     /// Folder or URL of the store
