@@ -255,7 +255,7 @@ def apply_(
     """Turn live base weights into target weights in place, by the map of their loader.
 
     All is checked before the first write, also what is kept. Modules of ``kept`` are not patched: their kept base becomes
-    the target, and ``reload`` loads them, module by module. Parameters and elements that the loader does not write are not changed.
+    the target, and ``reload`` loads them, by modules that share tensors. Parameters and elements that the loader does not write are not changed.
 
     Args:
         weights: The map. Nothing else may read or write its parameters during the call.
@@ -293,7 +293,7 @@ def prepare(
 
     Args:
         weights, pair, kept, reload, expect: As for :func:`apply_`.
-        digests: Whether digests of tensors are compared, if :func:`check` has not done so. CRC, sums and the digests of payloads are
+        digests: Whether digests of tensors are compared; not needed after :func:`check`. CRC, sums and the digests of payloads are
             compared in any case. On a device, digests are those of targets.
 
     Raises:
@@ -413,7 +413,7 @@ class Prepared:
 
 
 def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Digest | None = None) -> None:
-    """Decode a pair from live base weights, with all checks, and write nothing. Weights that are the target's already pass.
+    """Decode a pair from live base weights, with all checks, and write nothing. Weights that already are the target's pass.
 
     The pair may have only some tensors of the map, or only some parts of them. Memory: on a device the payloads and at most 256 MiB; on
     the CPU the slices.

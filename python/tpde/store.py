@@ -375,7 +375,7 @@ class Store:
     ) -> int:
         """Store a shortcut: one pair that leads from version ``start`` to version ``end``, which derives from it. Readers that have
         ``start``, or whose way leads through it, read this pair instead of those in between. No checkpoint is written. Returns the
-        size of the pair in bytes. If there is such a shortcut, nothing is done. Arguments are as for :meth:`put`.
+        size of the pair in bytes. If there is a sound one, nothing is stored. Arguments are as for :meth:`put`.
 
         Raises:
             InvalidArgument: ``end`` does not derive from ``start``, or has the same tensors.

@@ -69,8 +69,8 @@ class Sync:
     changed: float | None
     favor: str
     #: Milliseconds per stage. Those of :meth:`Subscriber.stage` are ``receive`` (from the call until the version is committed),
-    #: ``check`` (in a thread, while pairs are received), ``merge`` and ``plan``. :meth:`Subscriber.commit` has only ``apply``, and
-    #: ``plan`` if the version was not staged.
+    #: ``check`` (in a thread, while pairs are received), ``merge`` and ``plan``. :meth:`Subscriber.commit` adds ``apply``.
+    #: Versions that were not staged have ``plan`` and ``apply``.
     milliseconds: dict[str, float] = field(default_factory=dict)
     #: For a subscriber, the modules that the engine loaded again.
     reloaded: list[str] = field(default_factory=list)

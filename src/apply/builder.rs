@@ -107,8 +107,8 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Decodes on a device, with the same result. The device also hashes bases and targets, if digests are compared. The CPU does
-    /// all the work of ranges, changes, moves and slices.
+    /// Decodes on a device, with the same result. The device also hashes bases and targets, if digests are compared. Ranges,
+    /// changes, moves and rebuilt slices use only the CPU.
     pub fn on(mut self, device: &'a dyn Accelerator) -> Self {
         self.accelerator = Some(device);
         self

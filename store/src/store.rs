@@ -379,8 +379,8 @@ impl Store {
     }
 
     /// Stores a shortcut: one pair that leads from version `from` to version `to`, which derives from it. Readers that have `from`,
-    /// or whose way leads through it, read this pair instead of those in between. No checkpoint is written. If there is such a
-    /// shortcut, it is returned.
+    /// or whose way leads through it, read this pair instead of those in between. No checkpoint is written. If there is a sound
+    /// one, it is returned.
     ///
     /// Disk: the pairs that lead to `to`, in a temporary folder. Memory: as for [`Store::put`].
     ///

@@ -1,7 +1,7 @@
 //! `tpde bench --device cuda`: measures the times to encode a target and to rebuild it on a device, and the time to copy it.
 //!
 //! Device times are measured between events on the stream; wall times, from the call to the end of the wait. Each row is the
-//! median of several runs. The result of each run is compared with the target. The copies are timed in the same process.
+//! median of several runs. After each row, the result is compared with the target. The copies are timed in the same process.
 
 use super::median::median;
 use super::placed::{PIECE, Placed, pieces};

@@ -120,7 +120,7 @@ impl Trainer {
     }
 
     /// Returns the set, or `None` if no lane of the samples changes. Values have at most `bits` bits. With `all`, every class
-    /// gets every token, because exceptions are not possible. Unless `seen_all`, the set gets two fallback classes for unseen
+    /// gets every token, because exceptions are not possible. Otherwise, unless `seen_all`, two fallback classes serve unseen
     /// contexts.
     pub fn finish(self, bits: u32, all: bool, seen_all: bool) -> Option<TableSet> {
         let rows: Vec<Row> = self.0.into_values().collect();
