@@ -463,6 +463,18 @@ impl Error {
         }
     }
 
+    /// Names a pair of a chain of `count` pairs in an error about its bytes: [`Error::Invalid`] and [`Error::Limit`] become
+    /// [`Error::Step`]. Other errors are returned unchanged, and so are those of a single pair, which is no chain.
+    #[must_use]
+    pub fn in_step(self, number: usize, count: usize, pair: &Path) -> Self {
+        match self {
+            Error::Invalid(_) | Error::Limit { .. } if count > 1 => {
+                Error::Step { number, pair: pair.display().to_string(), source: Box::new(self) }
+            }
+            _ => self,
+        }
+    }
+
     pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Error::Io { action, path: path.to_owned(), source }
     }

@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{ChainArgs, glob, in_step, last_of, matchers};
+use super::inputs::{ChainArgs, glob, last_of, matchers};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -88,7 +88,7 @@ impl Apply {
         let start = Instant::now();
         let count = opened.pairs.len();
         let report = apply.progress(|bytes| bar.inc(bytes)).to_path(&self.output);
-        let report = report.map_err(|error| in_step(error, count, count, self.chain.last()))?;
+        let report = report.map_err(|error| error.in_step(count, count, self.chain.last()))?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
         Ok(Report {

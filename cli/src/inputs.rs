@@ -90,8 +90,8 @@ impl ExpectArgs {
         let paths: Vec<_> = paths.into_iter().collect();
         let Some((last, earlier)) = paths.split_last() else { return Ok(Vec::new()) };
         let count = paths.len();
-        let last = self.open(last).map_err(|error| in_step(error, count, count, last))?;
-        let earlier = earlier.iter().zip(1..).map(|(path, n)| Pair::open(path).map_err(|error| in_step(error, n, count, path)));
+        let last = self.open(last).map_err(|error| error.in_step(count, count, last))?;
+        let earlier = earlier.iter().zip(1..).map(|(path, n)| Pair::open(path).map_err(|error| error.in_step(n, count, path)));
         earlier.chain([Ok(last)]).collect()
     }
 
@@ -99,16 +99,6 @@ impl ExpectArgs {
     pub fn open(&self, path: &Path) -> Result<Pair<FileSource>> {
         let options = self.expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
         Pair::open_with(path, &options, &|_| {})
-    }
-}
-
-/// Names a pair of a chain in an error about its bytes. A single pair is no chain.
-pub fn in_step(error: Error, number: usize, count: usize, pair: &Path) -> Error {
-    match error {
-        Error::Invalid(_) | Error::Limit { .. } if count > 1 => {
-            Error::Step { number, pair: pair.display().to_string(), source: Box::new(error) }
-        }
-        _ => error,
     }
 }
 

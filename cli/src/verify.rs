@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{EMPTY, ExpectArgs, in_step, last_of, open};
+use super::inputs::{EMPTY, ExpectArgs, last_of, open};
 use super::text::{self, BAD, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -87,7 +87,7 @@ impl Verify {
         }
         let bar = common.bar("verify", verify.progress_bytes());
         let found = verify.progress(|bytes| bar.inc(bytes)).run();
-        let found = found.map_err(|error| in_step(error, pairs.len(), pairs.len(), self.last()))?;
+        let found = found.map_err(|error| error.in_step(pairs.len(), pairs.len(), self.last()))?;
         bar.finish_and_clear();
         let needs_base = pair.index().tensors().any(|tensor| tensor.base_kind != BaseKind::None);
         Ok(Report { pair: JsonPath(self.last().to_owned()), pairs: pairs.len(), needs_base, found })

@@ -7,7 +7,7 @@ use crate::run::{Steering, run};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use tpde::{
     Apply, Chain, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FileSource, FormatVersion,
     Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
@@ -74,19 +74,9 @@ fn open_each(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSou
 /// Opens the pairs of a chain. If the bytes of one of several pairs are at fault, the error has its number and path.
 fn open_chain(pairs: &[PairName], steering: &Steering) -> Result<Vec<Pair<FileSource>>> {
     let open = |(number, pair): (usize, &PairName)| {
-        open(&pair.0, pair.1, steering).map_err(|error| in_step(error, number, pairs.len(), &pair.0))
+        open(&pair.0, pair.1, steering).map_err(|error| error.in_step(number, pairs.len(), &pair.0))
     };
     (1..).zip(pairs).map(open).collect()
-}
-
-/// Names a pair of a chain in an error about its bytes. A single pair is no chain.
-fn in_step(error: Error, number: usize, count: usize, pair: &Path) -> Error {
-    match error {
-        Error::Invalid(_) | Error::Limit { .. } if count > 1 => {
-            Error::Step { number, pair: pair.display().to_string(), source: Box::new(error) }
-        }
-        _ => error,
-    }
 }
 
 /// A base that is opened; without tensors if there is none.
@@ -236,7 +226,7 @@ pub fn apply(
         } else {
             apply.base(&Chain::new(base.checkpoint(), &pairs)?.without_last()).to_path(&path)
         };
-        Ok(json!(report.map_err(|error| in_step(error, count, count, &name))?).to_string())
+        Ok(json!(report.map_err(|error| error.in_step(count, count, &name))?).to_string())
     })
 }
 

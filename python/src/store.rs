@@ -251,7 +251,7 @@ impl Store {
         self.call(py, None, 0, |store, _| Ok(described(&store.version(version)?)))
     }
 
-    /// The versions of a branch, or the newest `limit` of them, the newest first.
+    /// The versions of a branch, newest first: all, or at most `limit`.
     #[pyo3(signature = (branch, *, limit))]
     fn log(&self, py: Python<'_>, branch: &str, limit: Option<usize>) -> PyResult<Vec<String>> {
         self.call(py, None, 0, |store, _| {

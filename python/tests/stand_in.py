@@ -231,7 +231,7 @@ def waits_for(stream: Any, work: Callable[[], Any], *, seconds: float = 0.3) -> 
 
 
 def is_busy(stream: Any) -> bool:
-    """Whether a stream has work that has not ended."""
+    """Whether a stream has unfinished work."""
     return not stream.query() if driver is None else driver.is_busy(stream.cuda_stream)
 
 

@@ -64,7 +64,7 @@ pub(crate) struct Failed {
     pub error: Error,
 }
 
-/// [`to_file`] for several files: segments of all of them are read at the same time.
+/// [`to_file`] for several files, whose segments are read concurrently.
 fn to_files(remote: &Remote, files: &[(&Stored, PathBuf)], watch: &dyn Watch) -> Result<(), Failed> {
     let mut missing = Vec::new();
     for (at, (stored, path)) in files.iter().enumerate() {

@@ -164,7 +164,7 @@ impl Store {
         Catalog::new(&self.0.remote).find(version)
     }
 
-    /// The versions of a branch, the newest first.
+    /// The versions of a branch, newest first.
     ///
     /// # Errors
     /// As for [`Store::version`].
@@ -178,7 +178,7 @@ impl Store {
         Ok(versions)
     }
 
-    /// The newest versions of a branch, at most `count`, the newest first. The manifests of earlier ones are not read.
+    /// The newest versions of a branch, at most `count`, newest first. The manifests of earlier ones are not read.
     ///
     /// # Errors
     /// As for [`Store::version`].

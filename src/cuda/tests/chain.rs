@@ -2,7 +2,7 @@
 
 use super::super::{Application, ApplyChain, ApplyPlan, ChainStep, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};
 use super::generated::{Random, lanes};
-use super::laid::{Route, payloads};
+use super::laid::{Route, payloads, read, written};
 use super::stand_in;
 use crate::apply::InPlace;
 use crate::error::{Error, Result, Rule};
@@ -93,16 +93,8 @@ fn slices(memory: &DeviceSlice) -> Vec<TensorSlice<'static>> {
     ]
 }
 
-fn written(device: &Device, content: &[u8]) -> DeviceSlice {
-    let memory = device.alloc(content.len() as u64).unwrap();
-    device.write(&memory, content).unwrap();
-    memory
-}
-
-fn read(device: &Device, memory: &DeviceSlice) -> Vec<u8> {
-    let mut content = vec![0; memory.bytes() as usize];
-    device.read(memory, &mut content).unwrap();
-    content
+fn uploaded(device: &Device, pairs: &[Pair<Vec<u8>>]) -> Vec<DeviceIndex> {
+    pairs.iter().map(|pair| DeviceIndex::upload(device, pair.index()).unwrap()).collect()
 }
 
 #[test]
@@ -139,7 +131,7 @@ fn a_fault_of_any_step_leaves_all_slices_untouched() {
     let device = super::device();
     let versions = Versions::new(4);
     let pairs = versions.steps(Codec::Conditioned.into());
-    let indexes: Vec<_> = pairs.iter().map(|pair| DeviceIndex::upload(device, pair.index()).unwrap()).collect();
+    let indexes = uploaded(device, &pairs);
     let before = versions.image(0);
     let fails = |blobs: &[Vec<u8>], order: &[usize], image: &[u8], number: usize, rule: Rule| {
         let steps: Vec<_> = order.iter().map(|&n| ChainStep::new(&indexes[n], Payloads::Host(&blobs[n]))).collect();
@@ -196,7 +188,7 @@ fn payloads_that_change_between_the_passes_are_an_error() {
     let device = super::device();
     let versions = Versions::new(3);
     let pairs = versions.steps(Codec::Conditioned.into());
-    let indexes: Vec<_> = pairs.iter().map(|pair| DeviceIndex::upload(device, pair.index()).unwrap()).collect();
+    let indexes = uploaded(device, &pairs);
     let (before, after) = (versions.image(0), versions.image(2));
     let at = indexes[1].payloads_of(0).unwrap().start as usize + 3;
     let (mut checked, mut poisoned) = (0, 0);

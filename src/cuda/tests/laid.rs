@@ -197,6 +197,20 @@ pub fn payloads<'a>(device: &Device, pair: &'a Pair<Vec<u8>>, route: Route) -> P
     }
 }
 
+/// New memory of the device with this content.
+pub fn written(device: &Device, content: &[u8]) -> DeviceSlice {
+    let memory = device.alloc(content.len() as u64).unwrap();
+    device.write(&memory, content).unwrap();
+    memory
+}
+
+/// The content of memory of the device.
+pub fn read(device: &Device, memory: &DeviceSlice) -> Vec<u8> {
+    let mut content = vec![0; memory.bytes() as usize];
+    device.read(memory, &mut content).unwrap();
+    content
+}
+
 /// Returns the routes that a pair allows.
 pub fn routes(index: &ValidatedIndex) -> &'static [Route] {
     match index.tensors().any(|tensor| tensor.codec == Codec::Zstd) {

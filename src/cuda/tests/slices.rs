@@ -4,7 +4,7 @@ use super::super::{
     Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Rows, TensorSlice,
 };
 use super::generated::{Random, lanes};
-use super::laid::{Route, payloads};
+use super::laid::{Route, payloads, read, written};
 use super::stand_in;
 use super::vectors::MODES;
 use crate::apply::InPlace;
@@ -164,18 +164,6 @@ impl Memory {
         };
         self.slices.iter().map(slice).collect()
     }
-}
-
-fn written(device: &Device, content: &[u8]) -> DeviceSlice {
-    let memory = device.alloc(content.len() as u64).unwrap();
-    device.write(&memory, content).unwrap();
-    memory
-}
-
-fn read(device: &Device, memory: &DeviceSlice) -> Vec<u8> {
-    let mut content = vec![0; memory.bytes() as usize];
-    device.read(memory, &mut content).unwrap();
-    content
 }
 
 fn first_difference(found: &[u8], expected: &[u8]) -> Option<usize> {
