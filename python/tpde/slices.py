@@ -255,7 +255,8 @@ def apply_(
     """Turn live base weights into target weights in place, by the map of their loader.
 
     All is checked before the first write, also what is kept. Modules of ``kept`` are not patched: their kept base becomes
-    the target, and ``reload`` loads them, by modules that share tensors. Parameters and elements that the loader does not write are not changed.
+    the target, and ``reload`` loads them, by modules that share tensors. Parameters and elements that the loader does not write are not
+    changed.
 
     Args:
         weights: The map. Nothing else may read or write its parameters during the call.
