@@ -74,6 +74,30 @@ template <int W> __device__ __forceinline__ typename WideOf<W>::type sign_of(typ
     else return permute_bytes(lane, 0, W == 2 ? 0x9999 : 0x8888);
 }
 
+// Returns the bit mask of the lanes in a piece whose magnitude is below `threshold`.
+template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
+    if constexpr (W <= 2) {
+        // Subtracts all lanes of a word at once. The top bit of each difference is set if the lane is below the
+        // threshold. No lane borrows from the next lane.
+        constexpr u32 ones = W == 1 ? 0x01010101 : 0x10001, magnitude = W == 1 ? 0x7F7F7F7F : 0x7FFF7FFF;
+        u32 from = (threshold + (W == 1 ? 0x7F : 0x7FFF)) * ones;
+        u32 a = from - (piece.x & magnitude), b = from - (piece.y & magnitude);
+        u32 c = from - (piece.z & magnitude), d = from - (piece.w & magnitude);
+        if constexpr (W == 1) {
+            u32 low = __dp4a(a >> 7 & ones, 0x08040201u, 0u) | __dp4a(b >> 7 & ones, 0x80402010u, 0u);
+            u32 high = __dp4a(c >> 7 & ones, 0x08040201u, 0u) | __dp4a(d >> 7 & ones, 0x80402010u, 0u);
+            return low | high << 8;
+        } else {
+            // Extends the sign bits of bytes 1, 3, 5 and 7 to whole bytes.
+            u32 low = permute_bytes(a, b, 0xFDB9), high = permute_bytes(c, d, 0xFDB9);
+            return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
+        }
+    } else {
+        return (u32)((piece.x & 0x7FFFFFFF) < threshold) | (u32)((piece.y & 0x7FFFFFFF) < threshold) << 1 |
+               (u32)((piece.z & 0x7FFFFFFF) < threshold) << 2 | (u32)((piece.w & 0x7FFFFFFF) < threshold) << 3;
+    }
+}
+
 // Adds the difference `moved` to the lane `base` in the order-preserving map, modulo 2^(8·W). For dtypes with that map
 // `magnitude` has all bits below the top bit set. For other dtypes it is 0. This variant of the map keeps the top bit,
 // so it is its own inverse. It differs from the map of the spec by a constant, which cancels in a difference.
@@ -97,4 +121,11 @@ __device__ __forceinline__ typename WideOf<W>::type
 apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typename WideOf<W>::type magnitude) {
     typedef typename WideOf<W>::type T;
     return move_lane<W>(base, delta >> 1 ^ (T)0 - (delta & 1), magnitude);
+}
+
+// Returns the magnitude below which lanes are coded, if the coded entries of a map, a bit each in `coded`, are its first
+// ones.
+__device__ __forceinline__ u32 threshold_of(u64 coded, u32 first_context, const Order& order) {
+    // The clamp is necessary: a context past the last context of the dtype would shift out of the lane.
+    return coded ? min(first_context + (u32)bit_count(coded), order.mask + 1) << order.shift : 0;
 }

@@ -110,11 +110,8 @@ template <int W> __device__ __forceinline__ u32 open_payload(const Launch& launc
             u32 low = __ballot_sync(ALL_LANES, is_coded(thread)),
                 high = __ballot_sync(ALL_LANES, is_coded(32 + thread));
             u64 coded = low | (u64)high << 32;
-            u32 count = bit_count(coded);
             holes |= (coded & (coded + 1)) != 0;
-            // The clamp is necessary: a context past the last context of the dtype would shift out of 64 bits.
-            u64 threshold = count ? (u64)min(parts.first_context + count, order.mask + 1) << order.shift : 0;
-            if (thread == 0) parts.thresholds[a] = (u32)threshold;
+            if (thread == 0) parts.thresholds[a] = threshold_of(coded, parts.first_context, order);
         }
         if (thread == 0) {
             shared.classes = {parts.first_context, order, make_uint2(lookup.buckets, lookup.symbols),

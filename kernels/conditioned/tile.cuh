@@ -54,30 +54,6 @@ struct Classes {
     bool holes;        // some lanes below a threshold are not coded
 };
 
-// Returns the bit mask of the lanes in a piece whose magnitude is below `threshold`.
-template <int W> __device__ __forceinline__ u32 lanes_below(u32 threshold, uint4 piece) {
-    if constexpr (W <= 2) {
-        // Subtracts all lanes of a word at once. The top bit of each difference is set if the lane is below the
-        // threshold. No lane borrows from the next lane.
-        constexpr u32 ones = W == 1 ? 0x01010101 : 0x10001, magnitude = W == 1 ? 0x7F7F7F7F : 0x7FFF7FFF;
-        u32 from = (threshold + (W == 1 ? 0x7F : 0x7FFF)) * ones;
-        u32 a = from - (piece.x & magnitude), b = from - (piece.y & magnitude);
-        u32 c = from - (piece.z & magnitude), d = from - (piece.w & magnitude);
-        if constexpr (W == 1) {
-            u32 low = __dp4a(a >> 7 & ones, 0x08040201u, 0u) | __dp4a(b >> 7 & ones, 0x80402010u, 0u);
-            u32 high = __dp4a(c >> 7 & ones, 0x08040201u, 0u) | __dp4a(d >> 7 & ones, 0x80402010u, 0u);
-            return low | high << 8;
-        } else {
-            // Extends the sign bits of bytes 1, 3, 5 and 7 to whole bytes.
-            u32 low = permute_bytes(a, b, 0xFDB9), high = permute_bytes(c, d, 0xFDB9);
-            return __dp4a((low & 0x08040201) | (high & 0x80402010), 0x01010101u, 0u);
-        }
-    } else {
-        return (u32)((piece.x & 0x7FFFFFFF) < threshold) | (u32)((piece.y & 0x7FFFFFFF) < threshold) << 1 |
-               (u32)((piece.z & 0x7FFFFFFF) < threshold) << 2 | (u32)((piece.w & 0x7FFFFFFF) < threshold) << 3;
-    }
-}
-
 // A warp: computes the masks of the coded lanes of a complete tile. ACTIVE is false for chunks without activities, which
 // are the majority.
 template <int W, bool ACTIVE>

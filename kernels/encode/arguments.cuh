@@ -7,7 +7,9 @@
 struct EncodeChunk {
     u64 base;   // address of the first base lane; unused if `base_lanes` is 0
     u64 target; // address of the first target lane
-    u64 masks; // u8[]: bit i of byte n is lane 8n + i: the changed lanes, after `tpde_encode_count` the exceptions. Whole blocks
+    // u8[]: bit i of byte n is lane 8n + i. Whole blocks.
+    u64 masks; // the changed lanes, after `tpde_encode_streams` the exceptions
+    u64 coded; // the coded lanes, set by `tpde_encode_count`
     u64 levels;  // u16[]: level of activity of each block
     u64 tiles;   // u16[]: number of coded lanes of each tile
     u64 words;   // u16*: memory of the streams
@@ -27,32 +29,33 @@ struct EncodeChunk {
     u8 form; // TPDE_FORM_…
     u8 states_log2;
     u8 segments_log2;
-    u8 reserved;
+    u8 again; // `tpde_encode_streams` has encoded the chunk before, so `masks` has the exceptions
 };
 TPDE_OFFSET(EncodeChunk, base, 0);
 TPDE_OFFSET(EncodeChunk, target, 8);
 TPDE_OFFSET(EncodeChunk, masks, 16);
-TPDE_OFFSET(EncodeChunk, levels, 24);
-TPDE_OFFSET(EncodeChunk, tiles, 32);
-TPDE_OFFSET(EncodeChunk, words, 40);
-TPDE_OFFSET(EncodeChunk, payload, 48);
-TPDE_OFFSET(EncodeChunk, state, 56);
-TPDE_OFFSET(EncodeChunk, lanes, 64);
-TPDE_OFFSET(EncodeChunk, base_lanes, 68);
-TPDE_OFFSET(EncodeChunk, first_part, 72);
-TPDE_OFFSET(EncodeChunk, first_segment, 76);
-TPDE_OFFSET(EncodeChunk, words_scale, 80);
-TPDE_OFFSET(EncodeChunk, tables, 84);
-TPDE_OFFSET(EncodeChunk, lane_cost, 88);
-TPDE_OFFSET(EncodeChunk, payload_size, 92);
-TPDE_OFFSET(EncodeChunk, dtype, 96);
-TPDE_OFFSET(EncodeChunk, lane_log2, 98);
-TPDE_OFFSET(EncodeChunk, low_bits, 99);
-TPDE_OFFSET(EncodeChunk, form, 100);
-TPDE_OFFSET(EncodeChunk, states_log2, 101);
-TPDE_OFFSET(EncodeChunk, segments_log2, 102);
-TPDE_OFFSET(EncodeChunk, reserved, 103);
-TPDE_SIZE(EncodeChunk, 104);
+TPDE_OFFSET(EncodeChunk, coded, 24);
+TPDE_OFFSET(EncodeChunk, levels, 32);
+TPDE_OFFSET(EncodeChunk, tiles, 40);
+TPDE_OFFSET(EncodeChunk, words, 48);
+TPDE_OFFSET(EncodeChunk, payload, 56);
+TPDE_OFFSET(EncodeChunk, state, 64);
+TPDE_OFFSET(EncodeChunk, lanes, 72);
+TPDE_OFFSET(EncodeChunk, base_lanes, 76);
+TPDE_OFFSET(EncodeChunk, first_part, 80);
+TPDE_OFFSET(EncodeChunk, first_segment, 84);
+TPDE_OFFSET(EncodeChunk, words_scale, 88);
+TPDE_OFFSET(EncodeChunk, tables, 92);
+TPDE_OFFSET(EncodeChunk, lane_cost, 96);
+TPDE_OFFSET(EncodeChunk, payload_size, 100);
+TPDE_OFFSET(EncodeChunk, dtype, 104);
+TPDE_OFFSET(EncodeChunk, lane_log2, 106);
+TPDE_OFFSET(EncodeChunk, low_bits, 107);
+TPDE_OFFSET(EncodeChunk, form, 108);
+TPDE_OFFSET(EncodeChunk, states_log2, 109);
+TPDE_OFFSET(EncodeChunk, segments_log2, 110);
+TPDE_OFFSET(EncodeChunk, again, 111);
+TPDE_SIZE(EncodeChunk, 112);
 
 // Form of a payload.
 enum : u32 {
@@ -71,8 +74,8 @@ struct EncodeState {
     u32 largest; // largest exponent of the base lanes, if dtypes have more exponents than are counted
     u32 center;  // of the values, for chunks with low bits
     u32 coded;
-    u32 exceptions;
-    u32 overflow; // whether a stream is larger than its room
+    u32 exceptions; // known after `tpde_encode_streams`, for chunks with low bits after `tpde_encode_count`
+    u32 overflow;   // whether a stream is larger than its room
     u32 crc32;
     u16 first_context;
     u8 context_count;

@@ -16,28 +16,15 @@ struct Classes {
     const u16* levels;
     const CodedShared& shared;
 
-    // Returns the map of a block.
-    __device__ __forceinline__ const u8* map_of(u32 block) const {
+    // Returns the index of the map of a block.
+    __device__ __forceinline__ u32 map_index(u32 block) const {
         u32 level = activity_bits == 0 ? 0 : levels[block];
-        return shared.classes[activity_bits == 1 ? min(level, 1) : level];
+        return activity_bits == 1 ? min(level, 1) : level;
     }
-    // Sets the classes of eight base lanes, and returns a mask of the coded lanes.
-    template <int W>
-    __device__ __forceinline__ u32 classify(const u8* map, const typename WideOf<W>::type (&base)[OCTET],
-                                            u32 (&class_numbers)[OCTET]) const {
-        u32 coded = 0;
-        auto set = [&](int i, i32 context) {
-            class_numbers[i] = map[min(max(context - (i32)first, 0), MAP_ENTRIES)];
-            coded |= (u32)(class_numbers[i] != 0) << i;
-        };
-        if (order.kind == CONTEXT_EXPONENT) {
-#pragma unroll
-            for (int i = 0; i < OCTET; i++) set(i, (i32)((u32)(base[i] >> order.shift) & order.mask));
-        } else {
-#pragma unroll
-            for (int i = 0; i < OCTET; i++) set(i, context_of<W>(base[i], order));
-        }
-        return coded;
+    __device__ __forceinline__ const u8* map_of(u32 block) const { return shared.classes[map_index(block)]; }
+    // Returns the class of a base lane.
+    template <int W> __device__ __forceinline__ u32 class_of(const u8* map, typename WideOf<W>::type base) const {
+        return map[min(max(context_of<W>(base, order) - (i32)first, 0), MAP_ENTRIES)];
     }
 };
 
@@ -56,61 +43,105 @@ __device__ __forceinline__ u32 lanes_inside(const EncodeChunk& chunk, u32 at) {
     return chunk.lanes - at < OCTET ? (1u << (chunk.lanes - at)) - 1 : 0xFF;
 }
 
-// All threads: counts the coded lanes of each tile of a part, and turns masks of changed lanes into masks of exceptions.
+// A warp: returns whether a comparison with `thresholds`, one per map, tells which lanes are coded.
+template <int W>
+__device__ __forceinline__ bool find_thresholds(const Classes& classes, u32 thread, u32 (&thresholds)[MAPS]) {
+    if (W == 8 || classes.order.kind != CONTEXT_EXPONENT) return false;
+    bool holes = false;
+#pragma unroll
+    for (u32 m = 0; m < MAPS; m++) {
+        const u8* map = classes.shared.classes[m];
+        u32 low = __ballot_sync(ALL_LANES, map[thread] != 0), high = __ballot_sync(ALL_LANES, map[WARP + thread] != 0);
+        u64 coded = low | (u64)high << 32;
+        holes |= (coded & (coded + 1)) != 0;
+        thresholds[m] = threshold_of(coded, classes.first, classes.order);
+    }
+    return !holes;
+}
+
+// Returns the mask of those of eight lanes whose magnitude is below `threshold`.
+template <int W> __device__ __forceinline__ u32 octet_below(u32 threshold, const Packed<W>& packed) {
+    const u32* words = packed.words;
+    u32 mask = 0;
+    if constexpr (W == 1) mask = lanes_below<W>(threshold, {words[0], words[1], 0, 0}) & 0xFF;
+    if constexpr (W == 2) mask = lanes_below<W>(threshold, {words[0], words[1], words[2], words[3]});
+    if constexpr (W == 4) {
+        mask = lanes_below<W>(threshold, {words[0], words[1], words[2], words[3]}) |
+               lanes_below<W>(threshold, {words[4], words[5], words[6], words[7]}) << 4;
+    }
+    return mask;
+}
+
+// A warp: returns the number of exceptions of a tile with low bits, in all threads together. All of its lanes have values.
+template <int W>
+__device__ __noinline__ u32 count_exceptions(const EncodeChunk& chunk, const Classes& classes,
+                                             const EncodeTables& tables, Split split, u32 tile) {
+    typedef typename WideOf<W>::type T;
+    constexpr u32 TILE = tile_lanes<W>();
+    Source base = base_of(chunk), target = target_of(chunk);
+    u32 exceptions = 0;
+#pragma unroll 1
+    for (u32 i = threadIdx.x % WARP; i < TILE; i += WARP) {
+        u32 at = tile * TILE + i;
+        if (at >= chunk.lanes) break;
+        T from = base.lane<W>(at);
+        u32 class_number = classes.class_of<W>(classes.map_of(at / BLOCK_LANES), from);
+        u32 token = token_of(split.value<W>(delta_of<W>(from, target.lane<W>(at), (T)classes.order.magnitude)));
+        exceptions += class_number == 0 || tables.entries[class_number << 8 | token] == 0;
+    }
+    return exceptions;
+}
+
+// All threads: finds the coded lanes of a part, and counts those of each tile. Counts the exceptions too, if there are low
+// bits: then it depends on them whether there are streams.
 template <int W>
 __device__ __forceinline__ void count_part(const EncodeChunk& chunk, EncodeState& state, const EncodeTables& tables,
                                            u32 part, CodedShared& shared) {
     typedef typename WideOf<W>::type T;
-    constexpr u32 TILE = tile_lanes<W>();
+    constexpr u32 TILE = tile_lanes<W>(), ROUNDS = TILE / (WARP * OCTET);
     Classes classes = open_classes(chunk, state, shared, threadIdx.x, THREADS);
     __syncthreads();
-    Source base = base_of(chunk), target = target_of(chunk);
+    u32 thread = threadIdx.x % WARP, thresholds[MAPS];
+    bool by_threshold = find_thresholds<W>(classes, thread, thresholds);
+    Source base = base_of(chunk);
     Split split = {chunk.low_bits, state.center};
     u32 end = min((part + 1) * TPDE_ENCODE_PART, chunk.lanes), coded = 0, exceptions = 0;
-    u8* masks = (u8*)chunk.masks;
+    u32 padded_end = blocks_of(chunk) * BLOCK_LANES;
     // A warp per tile.
     for (u32 tile = part * (TPDE_ENCODE_PART / TILE) + threadIdx.x / WARP; tile * TILE < end; tile += THREADS / WARP) {
         u32 in_tile = 0;
+        // The loads of all rounds precede the first use.
+        Packed<W> bases[ROUNDS];
 #pragma unroll
-        for (u32 round = 0; round < TILE / (WARP * OCTET); round++) {
-            u32 at = tile * TILE + (round * WARP + threadIdx.x % WARP) * OCTET, inside = lanes_inside(chunk, at);
-            u32 valued = 0, coded_mask = 0, exception_mask = 0;
-            T from[OCTET] = {};
-            u32 class_numbers[OCTET] = {};
-            if (inside) {
-                load_octet<W>(base, at, from);
-                valued = chunk.low_bits == 0 ? masks[at / OCTET] : inside;
-                coded_mask = classes.classify<W>(classes.map_of(at / BLOCK_LANES), from, class_numbers) & inside;
-            }
-            auto is_missing = [&](T from, T to, u32 class_number) {
-                u32 token = token_of(split.value<W>(delta_of<W>(from, to, (T)classes.order.magnitude)));
-                return class_number == 0 || tables.entries[class_number << 8 | token] == 0;
-            };
-            if (__reduce_max_sync(ALL_LANES, __popc(valued)) <= SPARSE) {
-                for (u32 rest = valued; rest; rest &= rest - 1) {
-                    u32 i = __ffs((i32)rest) - 1;
-                    bool missing = is_missing(pick(from, i), target.lane<W>(at + i), pick(class_numbers, i));
-                    exception_mask |= (u32)missing << i;
-                }
-            } else if (valued) {
-                T to[OCTET];
-                load_octet<W>(target, at, to);
+        for (u32 round = 0; round < ROUNDS; round++)
+            bases[round] = load_packed<W>(base, tile * TILE + (round * WARP + thread) * OCTET);
+#pragma unroll
+        for (u32 round = 0; round < ROUNDS; round++) {
+            u32 at = tile * TILE + (round * WARP + thread) * OCTET, inside = lanes_inside(chunk, at), mask = 0;
+            if (at >= padded_end) continue;
+            u32 map = inside ? classes.map_index(at / BLOCK_LANES) : 0;
+            if (by_threshold) {
+                u32 threshold = map & 1 ? map & 2 ? thresholds[3] : thresholds[1] : map & 2 ? thresholds[2] : thresholds[0];
+                mask = octet_below<W>(threshold, bases[round]);
+            } else {
+                T from[OCTET];
+                unpack<W>(bases[round], from);
 #pragma unroll
                 for (int i = 0; i < OCTET; i++)
-                    exception_mask |= (u32)is_missing(from[i], to[i], class_numbers[i]) << i;
-                exception_mask &= valued;
+                    mask |= (u32)(classes.class_of<W>(classes.shared.classes[map], from[i]) != 0) << i;
             }
-            in_tile += __popc(coded_mask);
-            exceptions += __popc(exception_mask);
-            if (inside && (chunk.low_bits != 0 || valued != exception_mask)) masks[at / OCTET] = (u8)exception_mask;
+            mask &= inside;
+            ((u8*)chunk.coded)[at / OCTET] = (u8)mask;
+            in_tile += __popc(mask);
         }
+        if (chunk.low_bits != 0) exceptions += count_exceptions<W>(chunk, classes, tables, split, tile);
         in_tile = __reduce_add_sync(ALL_LANES, in_tile);
-        if (threadIdx.x % WARP == 0) ((u16*)chunk.tiles)[tile] = (u16)in_tile;
+        if (thread == 0) ((u16*)chunk.tiles)[tile] = (u16)in_tile;
         coded += in_tile;
     }
     exceptions = __reduce_add_sync(ALL_LANES, exceptions);
-    if (threadIdx.x % WARP == 0) {
+    if (thread == 0) {
         atomicAdd(&state.coded, coded);
-        atomicAdd(&state.exceptions, exceptions);
+        if (exceptions != 0) atomicAdd(&state.exceptions, exceptions);
     }
 }

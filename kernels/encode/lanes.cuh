@@ -10,7 +10,6 @@
 #define EXTRA_BIAS 27
 
 #define MAP_ENTRIES 64 // maximum number of entries of a map
-#define SPARSE 3       // up to this number of lanes of eight are handled one by one
 #define BIT 256ull     // cost units per bit
 
 // Number of lanes of a tile.
@@ -79,16 +78,6 @@ __device__ __forceinline__ void unpack(const Packed<W>& packed, typename WideOf<
 template <int W>
 __device__ __forceinline__ void load_octet(const Source& source, u32 first, typename WideOf<W>::type (&lanes)[OCTET]) {
     unpack<W>(load_packed<W>(source, first), lanes);
-}
-
-// Returns lanes[i], without local memory.
-template <typename T> __device__ __forceinline__ T pick(const T (&lanes)[OCTET], u32 i) {
-    T pairs[4], halves[2];
-#pragma unroll
-    for (int k = 0; k < 4; k++) pairs[k] = i & 1 ? lanes[2 * k + 1] : lanes[2 * k];
-#pragma unroll
-    for (int k = 0; k < 2; k++) halves[k] = i & 2 ? pairs[2 * k + 1] : pairs[2 * k];
-    return i & 4 ? halves[1] : halves[0];
 }
 
 // Returns the delta of a lane: the difference in the order-preserving map, in zigzag coding.

@@ -13,6 +13,7 @@
 struct alignas(16) Queue {
     u8 values[2048];          // lanes of the dtype's width: values whose tokens have extra bits
     u16 indexes[1024 + WARP]; // class << 8 | token, then zeros
+    u32 exceptions[WARP];     // mask of the exceptions of each row of 32 lanes
 };
 
 struct StreamShared {
@@ -41,67 +42,80 @@ struct Stream {
     }
 };
 
-// A warp: lists the coded lanes of a tile, and returns their number. Lanes whose class lacks the token of their value have
-// value 0: they are exceptions.
-template <int W>
-__device__ __forceinline__ u32 list_tile(const EncodeChunk& chunk, const Classes& classes, const EncodeTables& tables,
-                                         Split split, u32 tile, Queue& queue) {
-    typedef typename WideOf<W>::type T;
-    constexpr u32 TILE = tile_lanes<W>(), ROUNDS = TILE / (WARP * OCTET);
-    Source base = base_of(chunk), target = target_of(chunk);
-    u32 count = 0, thread = threadIdx.x % WARP;
-    typename LaneOf<W>::type* values = (typename LaneOf<W>::type*)queue.values;
-    auto put = [&](u32 place, T from, T to, u32 class_number) {
-        T value = split.value<W>(delta_of<W>(from, to, (T)classes.order.magnitude));
-        u32 token = token_of(value), index = class_number << 8 | token;
-        if (token != 0 && tables.entries[index] == 0) index = class_number << 8;
-        queue.indexes[place] = (u16)index;
-        if (token >= DIRECT) values[place] = (typename LaneOf<W>::type)value;
-    };
-    // The loads of all rounds precede the first use.
-    Packed<W> bases[ROUNDS], targets[ROUNDS];
-#pragma unroll
-    for (u32 round = 0; round < ROUNDS; round++) {
-        u32 at = tile * TILE + (round * WARP + thread) * OCTET;
-        bases[round] = load_packed<W>(base, at), targets[round] = load_packed<W>(target, at);
+#define QUEUE_CHANGED 0x8000 // in the queue: the lane may have changed
+
+// A warp: puts the coded lanes of a tile into the queue, as places in the tile, and returns their number.
+template <int W> __device__ __forceinline__ u32 queue_tile(const EncodeChunk& chunk, u32 tile, Queue& queue) {
+    constexpr u32 ROWS = tile_lanes<W>() / 32;
+    u32 thread = threadIdx.x % WARP, row = tile * ROWS + thread, coded = 0, changed = 0;
+    if (thread < ROWS && row * 32 < chunk.lanes) {
+        coded = ((const u32*)chunk.coded)[row];
+        if (chunk.low_bits == 0) changed = ((const u32*)chunk.masks)[row];
     }
+    queue.exceptions[thread] = changed & ~coded;
+    if (chunk.again || chunk.low_bits != 0) changed = ~0u;
+    u32 own = __popc(coded), sum = own;
 #pragma unroll
-    for (u32 round = 0; round < ROUNDS; round++) {
-        u32 at = tile * TILE + (round * WARP + thread) * OCTET, inside = lanes_inside(chunk, at);
-        T from[OCTET], to[OCTET];
-        unpack<W>(bases[round], from), unpack<W>(targets[round], to);
-        u32 class_numbers[OCTET], mask = 0, changed = 0;
-        if (inside) mask = classes.classify<W>(classes.map_of(at / BLOCK_LANES), from, class_numbers) & inside;
-        else
-            for (int i = 0; i < OCTET; i++) class_numbers[i] = 0;
-        u32 own = __popc(mask), sum = own;
-#pragma unroll
-        for (u32 by = 1; by < WARP; by *= 2) sum = add_from_before(sum, by);
-        u32 place = count + sum - own;
-        count += __shfl_sync(ALL_LANES, sum, WARP - 1);
-#pragma unroll
-        for (int i = 0; i < OCTET; i++) {
-            changed |= (u32)(from[i] != to[i]) << i;
-            // An unchanged lane has value 0.
-            if (mask >> i & 1) queue.indexes[place + __popc(mask & ((1u << i) - 1))] = (u16)(class_numbers[i] << 8);
-        }
-        if (split.low_bits != 0) changed = 0xFF;
-        changed &= mask;
-        if (__reduce_max_sync(ALL_LANES, __popc(changed)) <= SPARSE) {
-            for (u32 rest = changed; rest; rest &= rest - 1) {
-                u32 i = __ffs((i32)rest) - 1;
-                put(place + __popc(mask & ((1u << i) - 1)), pick(from, i), pick(to, i), pick(class_numbers, i));
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < OCTET; i++) {
-                if (changed >> i & 1) put(place + __popc(mask & ((1u << i) - 1)), from[i], to[i], class_numbers[i]);
-            }
-        }
+    for (u32 by = 1; by < WARP; by *= 2) sum = add_from_before(sum, by);
+    u32 count = __shfl_sync(ALL_LANES, sum, WARP - 1), place = sum - own;
+    for (u32 rest = coded; rest; rest &= rest - 1, place++) {
+        u32 i = __ffs((i32)rest) - 1;
+        queue.indexes[place] = (u16)(32 * thread + i | (changed >> i & 1) * QUEUE_CHANGED);
     }
     queue.indexes[count + thread] = 0;
     __syncwarp();
     return count;
+}
+
+// A warp: replaces the `count` lanes in the queue by what encodes them. Lanes whose class lacks the token of their value
+// have value 0: they are exceptions.
+template <int W>
+__device__ __forceinline__ void classify_queue(const EncodeChunk& chunk, const Classes& classes,
+                                               const EncodeTables& tables, Split split, u32 tile, u32 count,
+                                               Queue& queue) {
+    typedef typename WideOf<W>::type T;
+    Source base = base_of(chunk), target = target_of(chunk);
+    typename LaneOf<W>::type* values = (typename LaneOf<W>::type*)queue.values;
+    constexpr u32 LOADS_IN_FLIGHT = 4;
+    for (u32 first = threadIdx.x % WARP; first - threadIdx.x % WARP < count; first += LOADS_IN_FLIGHT * WARP) {
+        u32 queued[LOADS_IN_FLIGHT];
+        T from[LOADS_IN_FLIGHT], to[LOADS_IN_FLIGHT];
+#pragma unroll
+        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++)
+            queued[k] = first + k * WARP < count ? queue.indexes[first + k * WARP] : 0;
+#pragma unroll
+        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
+            u32 at = tile * tile_lanes<W>() + queued[k] % QUEUE_CHANGED;
+            from[k] = base.lane<W>(at), to[k] = from[k];
+            if (queued[k] & QUEUE_CHANGED) to[k] = target.lane<W>(at);
+        }
+#pragma unroll
+        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
+            u32 place = first + k * WARP, lane = queued[k] % QUEUE_CHANGED;
+            if (place >= count) continue;
+            u32 block = (tile * tile_lanes<W>() + lane) / BLOCK_LANES;
+            u32 class_number = classes.class_of<W>(classes.map_of(block), from[k]);
+            T value = split.value<W>(delta_of<W>(from[k], to[k], (T)classes.order.magnitude));
+            u32 token = token_of(value), index = class_number << 8 | token;
+            if (token != 0 && tables.entries[index] == 0) {
+                index = class_number << 8;
+                atomicOr(&queue.exceptions[lane / 32], 1u << lane % 32);
+            }
+            queue.indexes[place] = (u16)index;
+            if (token >= DIRECT) values[place] = (typename LaneOf<W>::type)value;
+        }
+    }
+    __syncwarp();
+}
+
+// A warp: writes the masks of the exceptions of a tile, and returns the number of those of its thread.
+template <int W>
+__device__ __forceinline__ u32 put_exceptions(const EncodeChunk& chunk, u32 tile, const Queue& queue) {
+    constexpr u32 ROWS = tile_lanes<W>() / 32;
+    u32 thread = threadIdx.x % WARP, row = tile * ROWS + thread;
+    if (chunk.low_bits != 0 || thread >= ROWS || row * 32 >= chunk.lanes) return 0;
+    ((u32*)chunk.masks)[row] = queue.exceptions[thread];
+    return __popc(queue.exceptions[thread]);
 }
 
 // A warp: encodes the steps of a tile, from the last to the first.
@@ -145,6 +159,15 @@ __device__ __forceinline__ void encode_tile(const EncodeTables& tables, const Qu
     __syncwarp(); // all threads have read the queue before it is filled again
 }
 
+// A warp: fetches the lanes of a complete tile into L2.
+template <int W> __device__ __forceinline__ void prefetch_tile(const EncodeChunk& chunk, u32 tile, u32 thread) {
+    constexpr u32 LINE = 128, BYTES = tile_lanes<W>() * W;
+    u64 at = (u64)tile * BYTES + LINE * (thread % 16);
+    bool is_base = thread < 16;
+    if (LINE * (thread % 16) >= BYTES || at >= (u64)(is_base ? chunk.base_lanes : chunk.lanes) * W) return;
+    prefetch_l2((const u8*)(is_base ? chunk.base : chunk.target) + at);
+}
+
 // A warp: encodes a segment of a chunk, or its share of the segment if the `warps` warps of the block encode it.
 template <int W>
 __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeState& state, const EncodeTables& tables,
@@ -155,7 +178,7 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
     u32 first = (u32)((u64)segment * tiles / segments), end = (u32)((u64)(segment + 1) * tiles / segments);
     Classes classes = open_classes(chunk, state, shared.coded[warp], thread, WARP);
     // The room of a segment follows from the number of coded lanes before it.
-    u32 before = 0, inside = 0;
+    u32 before = 0, inside = 0, exceptions = 0;
     const u16* coded = (const u16*)chunk.tiles;
     for (u32 tile = thread; tile < end; tile += WARP) (tile < first ? before : inside) += coded[tile];
     before = __reduce_add_sync(ALL_LANES, before), inside = __reduce_add_sync(ALL_LANES, inside);
@@ -167,17 +190,21 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
     Stream stream = {(u16*)chunk.words, (i32)(start + 2 * states), (i32)capacity, RANS_LOWER_BOUND, (1u << thread) - 1};
     for (u32 turn = warps == 1 ? 0 : warp; turn < end - first; turn += warps) {
         u32 tile = end - 1 - turn;
-        u32 count = list_tile<W>(chunk, classes, tables, split, tile, shared.queues[warp]);
+        Queue& queue = shared.queues[warp];
+        u32 count = queue_tile<W>(chunk, tile, queue);
+        if (turn + warps < end - first) prefetch_tile<W>(chunk, tile - warps, thread);
+        classify_queue<W>(chunk, classes, tables, split, tile, count, queue);
+        exceptions += put_exceptions<W>(chunk, tile, queue);
         if (warps != 1 && turn != 0) {
             wait_at(1 + warp);
             stream.state = shared.states[thread], stream.next = shared.next;
             __syncwarp(); // all threads have read before this warp writes
         }
-        encode_tile<W>(tables, shared.queues[warp], count, chunk.states_log2, stream);
+        encode_tile<W>(tables, queue, count, chunk.states_log2, stream);
         if (tile == first) {
             if (stream.next < stream.floor) {
                 if (thread == 0) atomicOr(&state.overflow, 1);
-                return;
+                break;
             }
             // The states precede the words.
             u32 at = (u32)stream.next - 2 * states;
@@ -192,4 +219,6 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
             arrive_for(1 + (warp + 1) % STREAM_WARPS);
         }
     }
+    exceptions = __reduce_add_sync(ALL_LANES, exceptions);
+    if (thread == 0 && exceptions != 0) atomicAdd(&state.exceptions, exceptions);
 }

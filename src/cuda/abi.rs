@@ -130,6 +130,7 @@ pub(super) struct EncodeChunk {
     pub base: u64,
     pub target: u64,
     pub masks: u64,
+    pub coded: u64,
     pub levels: u64,
     pub tiles: u64,
     pub words: u64,
@@ -149,7 +150,7 @@ pub(super) struct EncodeChunk {
     pub form: u8,
     pub states_log2: u8,
     pub segments_log2: u8,
-    pub reserved: u8,
+    pub again: u8,
 }
 
 /// Forms of a payload.
@@ -389,9 +390,9 @@ mod tests {
     fn structs_of_the_encoder_are_those_of_its_kernels() {
         let mut ours = BTreeMap::from(ours! {
             EncodeChunk {
-                base, target, masks, levels, tiles, words, payload, state, lanes, base_lanes, first_part, first_segment,
+                base, target, masks, coded, levels, tiles, words, payload, state, lanes, base_lanes, first_part, first_segment,
                 words_scale, tables, lane_cost, payload_size, dtype, lane_log2, low_bits, form, states_log2, segments_log2,
-                reserved,
+                again,
             }
             EncodeState {
                 base_sum, target_sum, cost, changed, largest, center, coded, exceptions, overflow, crc32, first_context,

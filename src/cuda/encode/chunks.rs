@@ -18,10 +18,10 @@ const BLOCK: u64 = 128;
 /// Alignment of the memory of a chunk, in bytes.
 const ALIGN: u64 = 16;
 
-/// Sizes of masks, levels and tiles of a chunk, in bytes.
-fn survey_sizes(lanes: u64, lane_log2: u32) -> [u64; 3] {
+/// Sizes of masks of changed and of coded lanes, of levels and tiles of a chunk, in bytes.
+fn survey_sizes(lanes: u64, lane_log2: u32) -> [u64; 4] {
     let blocks = lanes.div_ceil(BLOCK);
-    [blocks * BLOCK / 8, 2 * blocks, 2 * lanes.div_ceil(tile_lanes(lane_log2))]
+    [blocks * BLOCK / 8, blocks * BLOCK / 8, 2 * blocks, 2 * lanes.div_ceil(tile_lanes(lane_log2))]
 }
 
 /// Returns the size of the memory for a chunk of up to `lanes` lanes, from lane `first` of an entry on: what the survey finds out,
@@ -53,7 +53,8 @@ pub(super) fn survey_memory(chunks: &mut [EncodeChunk]) -> SurveyMemory {
         start
     };
     for chunk in chunks.iter_mut() {
-        [chunk.masks, chunk.levels, chunk.tiles] = survey_sizes(chunk.lanes.into(), chunk.lane_log2.into()).map(&mut take);
+        let sizes = survey_sizes(chunk.lanes.into(), chunk.lane_log2.into());
+        [chunk.masks, chunk.coded, chunk.levels, chunk.tiles] = sizes.map(&mut take);
         chunk.first_part = parts;
         parts += chunk.lanes.div_ceil(abi::ENCODE_PART);
     }
@@ -63,7 +64,7 @@ pub(super) fn survey_memory(chunks: &mut [EncodeChunk]) -> SurveyMemory {
 impl SurveyMemory {
     pub fn place(&self, chunks: &mut [EncodeChunk], memory: &DeviceSlice, states: &DeviceSlice) {
         for (i, chunk) in (0..).zip(chunks) {
-            for offset in [&mut chunk.masks, &mut chunk.levels, &mut chunk.tiles] {
+            for offset in [&mut chunk.masks, &mut chunk.coded, &mut chunk.levels, &mut chunk.tiles] {
                 *offset += memory.address();
             }
             chunk.state = states.address() + i * size_of::<EncodeState>() as u64;

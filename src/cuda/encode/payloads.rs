@@ -123,9 +123,11 @@ fn write_range(
             let device = &mut wave.chunks[i].device;
             // This room is always enough.
             device.words_scale = 256 * words_max(device) as u32;
-            let overflow = offset_of!(EncodeState, overflow) as u64;
+            device.again = 1;
+            // The exceptions are counted again.
+            let exceptions = offset_of!(EncodeState, exceptions) as u64;
             let state = device.state - wave.states.address();
-            session.clear(&wave.states.slice(state + overflow, 4)?)?;
+            session.clear(&wave.states.slice(state + exceptions, 8)?)?;
         }
         // Some are encoded again; the chunk from which on there is too little memory begins the next range.
         let mut bytes = 0;
