@@ -108,10 +108,12 @@ struct EncodeTables {
     // min(2^32 / number, 2^32 - 1). 0 for an absent token.
     u64 entries[4096];
     u32 costs[TPDE_TOKEN_COUNT_MAX][16]; // by token and class - 1: cost of the token in 256ths of a bit
+    u32 present[16];                     // by class: number of tokens before the first absent one
 };
 TPDE_OFFSET(EncodeTables, entries, 0);
 TPDE_OFFSET(EncodeTables, costs, 32768);
-TPDE_SIZE(EncodeTables, 44288);
+TPDE_OFFSET(EncodeTables, present, 44288);
+TPDE_SIZE(EncodeTables, 44352);
 
 // The parameter of all kernels in encode/, passed by value.
 struct Encode {

@@ -6,7 +6,7 @@
 
 // The maps of a chunk, in shared memory. Contexts past the entries have class 0.
 struct CodedShared {
-    u8 classes[MAPS][MAP_ENTRIES + 4];
+    u16 entries[MAPS][MAP_ENTRIES + 4]; // class << 8 | number of its tokens before the first absent one; 0 for class 0
 };
 
 // Assignment of classes to base lanes.
@@ -21,19 +21,21 @@ struct Classes {
         u32 level = activity_bits == 0 ? 0 : levels[block];
         return activity_bits == 1 ? min(level, 1) : level;
     }
-    __device__ __forceinline__ const u8* map_of(u32 block) const { return shared.classes[map_index(block)]; }
-    // Returns the class of a base lane.
-    template <int W> __device__ __forceinline__ u32 class_of(const u8* map, typename WideOf<W>::type base) const {
-        return map[min(max(context_of<W>(base, order) - (i32)first, 0), MAP_ENTRIES)];
+    // Returns the entry of a base lane in a map.
+    template <int W> __device__ __forceinline__ u32 entry_of(u32 map, typename WideOf<W>::type base) const {
+        return shared.entries[map][min(max(context_of<W>(base, order) - (i32)first, 0), MAP_ENTRIES)];
     }
 };
 
 // `count` threads, from thread `thread` on: copy the maps to shared memory. A barrier must follow.
-__device__ __forceinline__ Classes open_classes(const EncodeChunk& chunk, const EncodeState& state, CodedShared& shared,
-                                                u32 thread, u32 count) {
+__device__ __forceinline__ Classes open_classes(const EncodeChunk& chunk, const EncodeState& state,
+                                                const EncodeTables& tables, CodedShared& shared, u32 thread,
+                                                u32 count) {
     constexpr u32 ROW = MAP_ENTRIES + 4;
-    for (u32 i = thread; i < MAPS * ROW; i += count)
-        shared.classes[i / ROW][i % ROW] = i % ROW < MAP_ENTRIES ? state.classes[i / ROW][i % ROW] : 0;
+    for (u32 i = thread; i < MAPS * ROW; i += count) {
+        u32 class_number = i % ROW < MAP_ENTRIES ? state.classes[i / ROW][i % ROW] : 0;
+        shared.entries[i / ROW][i % ROW] = class_number ? (u16)(class_number << 8 | tables.present[class_number]) : 0;
+    }
     return {order_of(chunk.dtype), state.first_context, state.activity_bits, (const u16*)chunk.levels, shared};
 }
 
@@ -50,7 +52,7 @@ __device__ __forceinline__ bool find_thresholds(const Classes& classes, u32 thre
     bool holes = false;
 #pragma unroll
     for (u32 m = 0; m < MAPS; m++) {
-        const u8* map = classes.shared.classes[m];
+        const u16* map = classes.shared.entries[m];
         u32 low = __ballot_sync(ALL_LANES, map[thread] != 0), high = __ballot_sync(ALL_LANES, map[WARP + thread] != 0);
         u64 coded = low | (u64)high << 32;
         holes |= (coded & (coded + 1)) != 0;
@@ -85,9 +87,9 @@ __device__ __noinline__ u32 count_exceptions(const EncodeChunk& chunk, const Cla
         u32 at = tile * TILE + i;
         if (at >= chunk.lanes) break;
         T from = base.lane<W>(at);
-        u32 class_number = classes.class_of<W>(classes.map_of(at / BLOCK_LANES), from);
+        u32 entry = classes.entry_of<W>(classes.map_index(at / BLOCK_LANES), from);
         u32 token = token_of(split.value<W>(delta_of<W>(from, target.lane<W>(at), (T)classes.order.magnitude)));
-        exceptions += class_number == 0 || tables.entries[class_number << 8 | token] == 0;
+        exceptions += entry == 0 || (token >= (entry & 0xFF) && tables.entries[(entry & 0xFF00) | token] == 0);
     }
     return exceptions;
 }
@@ -99,7 +101,7 @@ __device__ __forceinline__ void count_part(const EncodeChunk& chunk, EncodeState
                                            u32 part, CodedShared& shared) {
     typedef typename WideOf<W>::type T;
     constexpr u32 TILE = tile_lanes<W>(), ROUNDS = TILE / (WARP * OCTET);
-    Classes classes = open_classes(chunk, state, shared, threadIdx.x, THREADS);
+    Classes classes = open_classes(chunk, state, tables, shared, threadIdx.x, THREADS);
     __syncthreads();
     u32 thread = threadIdx.x % WARP, thresholds[MAPS];
     bool by_threshold = find_thresholds<W>(classes, thread, thresholds);
@@ -128,7 +130,7 @@ __device__ __forceinline__ void count_part(const EncodeChunk& chunk, EncodeState
                 unpack<W>(bases[round], from);
 #pragma unroll
                 for (int i = 0; i < OCTET; i++)
-                    mask |= (u32)(classes.class_of<W>(classes.shared.classes[map], from[i]) != 0) << i;
+                    mask |= (u32)(classes.entry_of<W>(map, from[i]) != 0) << i;
             }
             mask &= inside;
             ((u8*)chunk.coded)[at / OCTET] = (u8)mask;

@@ -42,25 +42,29 @@ struct Stream {
     }
 };
 
-#define QUEUE_CHANGED 0x8000 // in the queue: the lane may have changed
+// Coded lanes in the queue, before they are classified: the place in the tile in the low bits, then the map.
+#define QUEUE_MAP 12
+#define QUEUE_CHANGED 0x8000 // the lane may have changed
 
-// A warp: puts the coded lanes of a tile into the queue, as places in the tile, and returns their number.
-template <int W> __device__ __forceinline__ u32 queue_tile(const EncodeChunk& chunk, u32 tile, Queue& queue) {
+// A warp: puts the coded lanes of a tile into the queue, and returns their number.
+template <int W>
+__device__ __forceinline__ u32 queue_tile(const EncodeChunk& chunk, const Classes& classes, u32 tile, Queue& queue) {
     constexpr u32 ROWS = tile_lanes<W>() / 32;
-    u32 thread = threadIdx.x % WARP, row = tile * ROWS + thread, coded = 0, changed = 0;
+    u32 thread = threadIdx.x % WARP, row = tile * ROWS + thread, coded = 0, changed = 0, map = 0;
     if (thread < ROWS && row * 32 < chunk.lanes) {
         coded = ((const u32*)chunk.coded)[row];
         if (chunk.low_bits == 0) changed = ((const u32*)chunk.masks)[row];
+        map = classes.map_index(row / (BLOCK_LANES / 32));
     }
     queue.exceptions[thread] = changed & ~coded;
     if (chunk.again || chunk.low_bits != 0) changed = ~0u;
     u32 own = __popc(coded), sum = own;
 #pragma unroll
     for (u32 by = 1; by < WARP; by *= 2) sum = add_from_before(sum, by);
-    u32 count = __shfl_sync(ALL_LANES, sum, WARP - 1), place = sum - own;
+    u32 count = __shfl_sync(ALL_LANES, sum, WARP - 1), place = sum - own, first = 32 * thread | map << QUEUE_MAP;
     for (u32 rest = coded; rest; rest &= rest - 1, place++) {
         u32 i = __ffs((i32)rest) - 1;
-        queue.indexes[place] = (u16)(32 * thread + i | (changed >> i & 1) * QUEUE_CHANGED);
+        queue.indexes[place] = (u16)(first + i | (changed >> i & 1) * QUEUE_CHANGED);
     }
     queue.indexes[count + thread] = 0;
     __syncwarp();
@@ -74,35 +78,45 @@ __device__ __forceinline__ void classify_queue(const EncodeChunk& chunk, const C
                                                const EncodeTables& tables, Split split, u32 tile, u32 count,
                                                Queue& queue) {
     typedef typename WideOf<W>::type T;
-    Source base = base_of(chunk), target = target_of(chunk);
-    typename LaneOf<W>::type* values = (typename LaneOf<W>::type*)queue.values;
-    constexpr u32 LOADS_IN_FLIGHT = 4;
-    for (u32 first = threadIdx.x % WARP; first - threadIdx.x % WARP < count; first += LOADS_IN_FLIGHT * WARP) {
+    typedef typename LaneOf<W>::type Lane;
+    constexpr u32 LOADS_IN_FLIGHT = 4, TILE = tile_lanes<W>();
+    const Lane* base = (const Lane*)chunk.base + (u64)tile * TILE;
+    const Lane* target = (const Lane*)chunk.target + (u64)tile * TILE;
+    const u64* entries = tables.entries;
+    u32 with_base = tile * TILE < chunk.base_lanes ? min(chunk.base_lanes - tile * TILE, TILE) : 0;
+    Lane* values = (Lane*)queue.values;
+    u32 thread = threadIdx.x % WARP;
+    for (u32 first = 0; first < count; first += LOADS_IN_FLIGHT * WARP) {
         u32 queued[LOADS_IN_FLIGHT];
         T from[LOADS_IN_FLIGHT], to[LOADS_IN_FLIGHT];
 #pragma unroll
-        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++)
-            queued[k] = first + k * WARP < count ? queue.indexes[first + k * WARP] : 0;
-#pragma unroll
         for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
-            u32 at = tile * tile_lanes<W>() + queued[k] % QUEUE_CHANGED;
-            from[k] = base.lane<W>(at), to[k] = from[k];
-            if (queued[k] & QUEUE_CHANGED) to[k] = target.lane<W>(at);
+            u32 place = first + k * WARP + thread;
+            queued[k] = place < count ? queue.indexes[place] : 0;
         }
 #pragma unroll
         for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
-            u32 place = first + k * WARP, lane = queued[k] % QUEUE_CHANGED;
+            u32 lane = queued[k] % TILE;
+            from[k] = 0, to[k] = 0;
+            if (lane < with_base) from[k] = __ldg(base + lane);
+            if (queued[k] & QUEUE_CHANGED) to[k] = __ldg(target + lane);
+        }
+#pragma unroll
+        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
+            u32 place = first + k * WARP + thread, lane = queued[k] % TILE;
             if (place >= count) continue;
-            u32 block = (tile * tile_lanes<W>() + lane) / BLOCK_LANES;
-            u32 class_number = classes.class_of<W>(classes.map_of(block), from[k]);
-            T value = split.value<W>(delta_of<W>(from[k], to[k], (T)classes.order.magnitude));
-            u32 token = token_of(value), index = class_number << 8 | token;
-            if (token != 0 && tables.entries[index] == 0) {
-                index = class_number << 8;
+            u32 entry = classes.entry_of<W>(queued[k] >> QUEUE_MAP & (MAPS - 1), from[k]), token = 0;
+            if (queued[k] & QUEUE_CHANGED) {
+                T value = split.value<W>(delta_of<W>(from[k], to[k], (T)classes.order.magnitude));
+                token = token_of(value);
+                if (token >= DIRECT) values[place] = (Lane)value;
+            }
+            u32 index = (entry & 0xFF00) | token;
+            if (token >= max(entry & 0xFF, 1) && entries[index] == 0) {
+                index = entry & 0xFF00;
                 atomicOr(&queue.exceptions[lane / 32], 1u << lane % 32);
             }
             queue.indexes[place] = (u16)index;
-            if (token >= DIRECT) values[place] = (typename LaneOf<W>::type)value;
         }
     }
     __syncwarp();
@@ -159,13 +173,14 @@ __device__ __forceinline__ void encode_tile(const EncodeTables& tables, const Qu
     __syncwarp(); // all threads have read the queue before it is filled again
 }
 
-// A warp: fetches the lanes of a complete tile into L2.
-template <int W> __device__ __forceinline__ void prefetch_tile(const EncodeChunk& chunk, u32 tile, u32 thread) {
-    constexpr u32 LINE = 128, BYTES = tile_lanes<W>() * W;
+// A warp: fetches the lanes of a tile into L2, those of the base with `fetches[0]`, those of the target with `fetches[1]`.
+template <int W>
+__device__ __forceinline__ void prefetch_tile(const EncodeChunk& chunk, u32 tile, u32 thread, const bool (&fetches)[2]) {
+    constexpr u32 LINE = 128, BYTES = tile_lanes<W>() * W, LINES = BYTES / LINE;
+    bool is_target = thread >= 16;
     u64 at = (u64)tile * BYTES + LINE * (thread % 16);
-    bool is_base = thread < 16;
-    if (LINE * (thread % 16) >= BYTES || at >= (u64)(is_base ? chunk.base_lanes : chunk.lanes) * W) return;
-    prefetch_l2((const u8*)(is_base ? chunk.base : chunk.target) + at);
+    if (thread % 16 >= LINES || at >= (u64)(is_target ? chunk.lanes : chunk.base_lanes) * W) return;
+    if (is_target ? fetches[1] : fetches[0]) prefetch_l2((const u8*)(is_target ? chunk.target : chunk.base) + at);
 }
 
 // A warp: encodes a segment of a chunk, or its share of the segment if the `warps` warps of the block encode it.
@@ -176,7 +191,7 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
     u32 warp = uniform(threadIdx.x / WARP), thread = threadIdx.x % WARP;
     u32 tiles = (chunk.lanes + TILE - 1) / TILE, segments = 1u << chunk.segments_log2;
     u32 first = (u32)((u64)segment * tiles / segments), end = (u32)((u64)(segment + 1) * tiles / segments);
-    Classes classes = open_classes(chunk, state, shared.coded[warp], thread, WARP);
+    Classes classes = open_classes(chunk, state, tables, shared.coded[warp], thread, WARP);
     // The room of a segment follows from the number of coded lanes before it.
     u32 before = 0, inside = 0, exceptions = 0;
     const u16* coded = (const u16*)chunk.tiles;
@@ -187,12 +202,15 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
     u32 start = (u32)((u64)before * chunk.words_scale / 256) + segment * TPDE_ENCODE_SPARE;
     u32 capacity = (u32)((u64)(before + inside) * chunk.words_scale / 256) + (segment + 1) * TPDE_ENCODE_SPARE;
     Split split = {chunk.low_bits, state.center};
+    // Memory is read in sectors of 32 bytes. If few of them are needed, the others are not fetched.
+    const bool fetches[2] = {state.coded * (32 / W) >= chunk.lanes / 2,
+                             chunk.low_bits != 0 || state.changed * (32 / W) >= chunk.lanes / 2};
     Stream stream = {(u16*)chunk.words, (i32)(start + 2 * states), (i32)capacity, RANS_LOWER_BOUND, (1u << thread) - 1};
     for (u32 turn = warps == 1 ? 0 : warp; turn < end - first; turn += warps) {
         u32 tile = end - 1 - turn;
         Queue& queue = shared.queues[warp];
-        u32 count = queue_tile<W>(chunk, tile, queue);
-        if (turn + warps < end - first) prefetch_tile<W>(chunk, tile - warps, thread);
+        u32 count = queue_tile<W>(chunk, classes, tile, queue);
+        if (turn + warps < end - first) prefetch_tile<W>(chunk, tile - warps, thread, fetches);
         classify_queue<W>(chunk, classes, tables, split, tile, count, queue);
         exceptions += put_exceptions<W>(chunk, tile, queue);
         if (warps != 1 && turn != 0) {

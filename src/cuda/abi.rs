@@ -403,7 +403,9 @@ mod tests {
         let entries = 16 << 8;
         ours.insert("EncodeTables.entries".into(), 0);
         ours.insert("EncodeTables.costs".into(), 8 * entries);
-        ours.insert("EncodeTables".into(), 8 * entries + 4 * 16 * define(FORMAT, "TPDE_TOKEN_COUNT_MAX") as usize);
+        let present = 8 * entries + 4 * 16 * define(FORMAT, "TPDE_TOKEN_COUNT_MAX") as usize;
+        ours.insert("EncodeTables.present".into(), present);
+        ours.insert("EncodeTables".into(), present + 4 * 16);
         assert_eq!(ours, layouts(ENCODE));
         let forms =
             [("NONE", form::NONE), ("CODED", form::CODED), ("LISTED", form::LISTED), ("PLAIN", form::PLAIN), ("RAW", form::RAW)];

@@ -95,6 +95,8 @@ pub(crate) struct ModelTables {
     pub entries: Vec<u64>,
     /// Costs of each token, per class from class 1 on.
     pub costs: Vec<[u32; super::tables::MAX_CLASSES]>,
+    /// Number of tokens before the first absent one, per class.
+    pub present: Vec<u32>,
 }
 
 #[cfg(feature = "cuda")]
@@ -102,7 +104,9 @@ impl ModelTables {
     /// For chunks of lanes of `width` bytes with `low_bits` low bits.
     pub fn new(set: &TableSet, low_bits: u32, width: usize) -> Self {
         let model = Model::new(set, missing_cost(low_bits, width));
-        Self { entries: model.divisors.entries().to_vec(), costs: model.costs.rows().to_vec() }
+        let entries = model.divisors.entries().to_vec();
+        let present = entries.chunks(256).map(|class| class.iter().take_while(|&&entry| entry != 0).count() as u32);
+        Self { present: present.collect(), costs: model.costs.rows().to_vec(), entries }
     }
 }
 

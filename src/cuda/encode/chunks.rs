@@ -109,6 +109,7 @@ impl Tables {
             let model = ModelTables::new(set, low_bits(plan.dtype, plan.base_kind != BaseKind::None), width);
             words.extend(model.entries.iter().flat_map(|entry| [*entry as u32, (*entry >> 32) as u32]));
             words.extend(model.costs.iter().flat_map(|costs| costs.iter().copied().chain([0])));
+            words.extend(&model.present);
         }
         Ok(Self { places, memory: session.upload(&words)? })
     }
