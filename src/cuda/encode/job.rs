@@ -2,12 +2,14 @@
 
 use super::digests::Known;
 use super::limits::Limits;
-use super::session::Encoder;
+use super::session::{Encoder, Memory};
 use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::EncodeOptions;
 use crate::error::Error;
 use crate::watch::Progress;
+use std::sync::Arc;
 
 /// What to encode, and how. See the methods of the builder.
 pub(super) struct Job<'a> {
@@ -20,6 +22,13 @@ pub(super) struct Job<'a> {
     pub encoder: Option<&'a Encoder>,
     pub limits: Limits,
     pub watcher: Progress<'a>,
+}
+
+impl Job<'_> {
+    /// Memory for a part of the work: that of the caller's encoder, if it has some.
+    pub fn memory(&self, device: &Arc<Inner>) -> Memory {
+        self.encoder.map_or_else(Memory::default, |encoder| encoder.take(device))
+    }
 }
 
 /// The error for an option that the encoder on a device lacks.

@@ -2,8 +2,9 @@
 
 /// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
 ///
-/// An encoding has at most `memory` bytes for all but payloads and digests: in training and in the survey of a wave, `scratch` and
-/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow.
+/// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the survey of a wave, `scratch` and
+/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow. Training, before these threads begin, has as
+/// much as all of them.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Limits {
     /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes.
@@ -25,14 +26,27 @@ pub(in crate::cuda) struct Limits {
     pub alone: u64,
 }
 
+/// Maximum number of threads that encode waves.
+pub(in crate::cuda) const WORKERS: usize = 2;
+/// From this size on, in bytes of lanes, a checkpoint has waves for every thread. Smaller waves leave much of a device idle.
+const SHARED: u64 = 64 << 20;
+
+impl Limits {
+    /// Size of the lanes of a wave, for `total` bytes of lanes in all: waves have about the same size, and threads as many waves.
+    pub fn wave_bytes(&self, total: u64) -> u64 {
+        let workers = if total < SHARED { 1 } else { WORKERS as u64 };
+        total.div_ceil(total.div_ceil(self.lanes.max(1)).max(1).next_multiple_of(workers))
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            lanes: 3 << 29,
-            wave: 112 << 20,
-            scratch: 288 << 20,
-            memory: 480 << 20,
-            payloads: 64 << 20,
+            lanes: 3 << 27,
+            wave: 56 << 20,
+            scratch: 144 << 20,
+            memory: 240 << 20,
+            payloads: 32 << 20,
             room: 320,
             hashed: 4 << 30,
             alone: 16,

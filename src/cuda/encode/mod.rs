@@ -31,7 +31,7 @@ mod waves;
 
 pub use builder::Encode;
 #[cfg(test)]
-pub(in crate::cuda) use limits::Limits;
+pub(in crate::cuda) use limits::{Limits, WORKERS};
 pub use session::Encoder;
 #[cfg(test)]
 pub(in crate::cuda) use session::STEP;

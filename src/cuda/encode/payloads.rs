@@ -9,7 +9,7 @@ use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::{HashLaunch, HashPlan};
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::digest;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader, DIGEST_SIZE, PAYLOAD_ALIGN};
 use std::mem::offset_of;
 use std::ops::Range;
@@ -73,13 +73,13 @@ fn payload_size(chunk: &Chunk<'_>) -> u64 {
 }
 
 /// Writes the payloads of a wave, some at a time, and passes them to `sink` in order.
-pub(super) fn write(
+pub(super) fn write<E: From<Error>>(
     session: &Session<'_>,
     tables: &Tables,
     limits: Limits,
     wave: &mut Wave<'_>,
-    sink: &mut dyn FnMut(Payloads) -> Result<()>,
-) -> Result<()> {
+    sink: &mut dyn FnMut(Payloads) -> Result<(), E>,
+) -> Result<(), E> {
     for chunk in wave.chunks.iter_mut().filter(|chunk| chunk.device.form == form::CODED) {
         let coded = chunk.state.coded;
         let size = size_of_cost(chunk.state.cost, coded as usize, chunk.device.low_bits.into(), chunk.plan().decode_cost);

@@ -5,8 +5,8 @@ use super::blob::Blob;
 use super::chunks::{self, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
-use super::limits::Limits;
-use super::session::{Drained, Memory, Session};
+use super::limits::{Limits, WORKERS};
+use super::session::{Drained, Session};
 use super::source::Source;
 use super::train;
 use super::waves::Waves;
@@ -40,13 +40,14 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     let cx = device.context.enter()?;
     let known = [job.base_digests, job.target_digests];
     let finished = {
-        let memory = job.encoder.map_or_else(Memory::default, |encoder| encoder.take(device));
-        let session = Session::new(target, &cx, job.after, job.limits, memory)?;
+        let in_training = Limits { memory: WORKERS as u64 * job.limits.memory, ..job.limits };
+        let session = Session::new(target, &cx, job.after, in_training, job.memory(device))?;
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits.hashed, &source, &selection, &plans, known)?;
         train::train(&session, &source, job, &mut plans)?;
         let tables = Tables::upload(&session, &plans)?;
-        let memory = session.take_memory()?;
+        let mut memory = session.take_memory()?;
+        memory.shrink(job.limits.memory);
         let expected = memory.blob_bytes;
         let mut assembly =
             Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, added: 0, expected, digests };
@@ -60,14 +61,9 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     Ok((finished, report))
 }
 
-/// Size of the lanes of a wave, for `total` bytes of lanes in all: waves have about the same size.
-fn wave_bytes(total: u64, limits: Limits) -> u64 {
-    total.div_ceil(total.div_ceil(limits.lanes.max(1)).max(1))
-}
-
 /// Divides chunks into waves.
 fn waves<'s, 'a>(jobs: &'s [chunks::Job<'a>], source: &Source, limits: Limits) -> Vec<&'s [chunks::Job<'a>]> {
-    let lanes = wave_bytes(jobs.iter().map(|(_, plan, _)| plan.width() << plan.chunk_lanes_log2).sum(), limits);
+    let lanes = limits.wave_bytes(jobs.iter().map(|(_, plan, _)| plan.width() << plan.chunk_lanes_log2).sum());
     let (mut waves, mut rest) = (Vec::new(), jobs);
     while !rest.is_empty() {
         let (mut bytes, mut memory) = (0, 0);
@@ -151,14 +147,15 @@ mod tests {
         const MIB: u64 = 1 << 20;
         let limits = Limits::default();
         // Besides, digests need about 10 bytes per KiB of two batches, and sizes are rounded up.
-        assert!(limits.memory + 2 * limits.hashed / 950 + 2 * 5 * MIB <= 512 * MIB);
+        let workers = WORKERS as u64;
+        assert!(workers * limits.memory + 2 * limits.hashed / 950 + 2 * 5 * MIB <= 512 * MIB);
         // While a wave is surveyed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
         assert!(limits.scratch + limits.wave + 16 * MIB <= limits.memory);
         assert!(limits.scratch + limits.wave + limits.payloads + 8 * MIB <= limits.memory);
         assert!(limits.wave + 2 * (limits.payloads + 16 * MIB) <= limits.memory);
         // While a sample is taken: besides, the counts of its groups.
         let counts = 2 * u64::from(abi::ENCODE_GROUPS) * 8 * (1 + 180);
-        assert!(limits.scratch + limits.wave + counts + 16 * MIB <= limits.memory);
+        assert!(limits.scratch + limits.wave + counts + 16 * MIB <= workers * limits.memory);
 
         for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
             let width = dtype.lane_bytes() as u64;

@@ -278,6 +278,15 @@ fn capacity(bytes: u64) -> u64 {
 }
 
 impl Memory {
+    /// Frees memory that is not in use, the largest first, until it has at most `bytes` bytes. No work uses it any more.
+    pub fn shrink(&mut self, bytes: u64) {
+        self.kept.sort_by_key(|slice| (slice.is_shared(), slice.bytes()));
+        let free = self.kept.partition_point(|slice| !slice.is_shared());
+        let mut free = self.kept.drain(..free).collect::<Vec<_>>();
+        while self.bytes() + free.iter().map(DeviceSlice::bytes).sum::<u64>() > bytes && free.pop().is_some() {}
+        self.kept.extend(free);
+    }
+
     /// Size in bytes without that of payloads.
     fn bytes(&self) -> u64 {
         let kept = self.kept.iter().map(DeviceSlice::bytes).sum::<u64>();

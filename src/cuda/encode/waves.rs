@@ -1,10 +1,12 @@
-//! Waves of chunks. A thread of the host encodes them; meanwhile the caller's thread copies the payloads of those before from the
-//! device, on another stream, and adds them to the pair.
+//! Waves of chunks. Threads of the host encode them in turn, each on a stream of its own, so that the device has work while a thread
+//! waits or plans. Meanwhile the caller's thread copies the payloads of those before from the device, on another stream, and adds
+//! them to the pair.
 
 use super::assembly::Assembly;
 use super::blob::Blob;
 use super::chunks::{Job as ChunkJob, Tables, Wave};
 use super::job::Job;
+use super::limits::WORKERS;
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
 use super::source::Source;
@@ -20,39 +22,77 @@ pub(super) struct Waves<'s, 'a> {
     pub waves: Vec<&'s [ChunkJob<'a>]>,
 }
 
+/// Why a thread ended early: its error, or `None` if another thread had one.
+struct Ended(Option<Error>);
+
+impl From<Error> for Ended {
+    fn from(error: Error) -> Self {
+        Self(Some(error))
+    }
+}
+
 impl Waves<'_, '_> {
     /// Encodes all waves, and adds their payloads in order. `session` copies the payloads, and `memory` is used for all else.
     pub fn encode<W: Blob>(&self, session: &Session<'_>, memory: Memory, assembly: &mut Assembly<'_, W>) -> Result<()> {
-        thread::scope(|scope| {
-            // Some payloads wait while the next ones are made.
-            let (sender, receiver) = sync_channel(1);
-            let worker = scope.spawn(move || self.work(memory, &sender));
-            let added = receiver.iter().try_for_each(|payloads| assembly.add(session, &payloads));
-            // Without a receiver, the worker ends with its next payloads.
-            drop(receiver);
-            let memory = worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            added?;
-            let mut memory = memory?;
-            memory.blob_bytes = assembly.blob_bytes();
-            if let Some(encoder) = self.job.encoder {
+        let workers = self.waves.len().clamp(1, WORKERS);
+        let mut memories = vec![memory];
+        memories.resize_with(workers, || self.job.memory(session.device));
+        let (added, ended) = thread::scope(|scope| {
+            let (mut threads, mut receivers) = (Vec::new(), Vec::new());
+            for (worker, memory) in memories.into_iter().enumerate() {
+                // Some payloads wait while the next ones are made.
+                let (sender, receiver) = sync_channel(1);
+                threads.push(scope.spawn(move || self.work(worker, workers, memory, &sender)));
+                receivers.push(receiver);
+            }
+            let added = self.waves.iter().zip(receivers.iter().cycle()).try_for_each(|(wave, receiver)| {
+                let mut rest = wave.len();
+                while rest > 0 {
+                    // Without a sender, the thread has ended with an error.
+                    let payloads = receiver.recv().map_err(|_| Ended(None))?;
+                    rest -= payloads.chunks.len();
+                    assembly.add(session, &payloads)?;
+                }
+                Ok::<_, Ended>(())
+            });
+            // Without a receiver, a thread ends with its next payloads.
+            drop(receivers);
+            let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            (added, ended.collect::<Vec<Result<Memory, Ended>>>())
+        });
+        // The error that came first is the one of the caller's thread, or else of a thread that has one.
+        if let Err(Ended(Some(error))) = added {
+            return Err(error);
+        }
+        let mut memories = Vec::new();
+        for ended in ended {
+            match ended {
+                Ok(memory) => memories.push(memory),
+                Err(Ended(Some(error))) => return Err(error),
+                Err(Ended(None)) => {}
+            }
+        }
+        if let Some(encoder) = self.job.encoder {
+            for mut memory in memories {
+                memory.blob_bytes = assembly.blob_bytes();
                 encoder.give_back(session.device, memory);
             }
-            Ok(())
-        })
+        }
+        added.map_err(|_| Error::Cancelled)
     }
 
-    /// Encodes all waves, and returns the memory.
-    fn work(&self, memory: Memory, sender: &SyncSender<Payloads>) -> Result<Memory> {
+    /// Encodes every `workers`th wave, from wave `worker` on, and returns the memory.
+    fn work(&self, worker: usize, workers: usize, memory: Memory, sender: &SyncSender<Payloads>) -> Result<Memory, Ended> {
         let device = &self.job.target.device().inner;
         let cx = device.context.enter()?;
         let session = Session::new(self.job.target, &cx, self.job.after, self.job.limits, memory)?;
         let _drained = Drained(&session);
-        for jobs in &self.waves {
+        for jobs in self.waves.iter().skip(worker).step_by(workers) {
             let mut wave = Wave::new(&session, self.source, self.tables, jobs)?;
             payloads::write(&session, self.tables, self.job.limits, &mut wave, &mut |payloads| {
-                sender.send(payloads).map_err(|_| Error::Cancelled)
+                sender.send(payloads).map_err(|_| Ended(None))
             })?;
         }
-        session.take_memory()
+        Ok(session.take_memory()?)
     }
 }
