@@ -175,20 +175,41 @@ __device__ __forceinline__ Stats gather_stats(const EncodeChunk& chunk, const En
             if (words[i] >> threadIdx.x % WARP & 1) count(row, base, target);
         });
     }
-    // The values of the other blocks: a thread per 32 lanes.
+    // The values of the other blocks: a thread per 32 lanes. Each thread has several loads in flight: with one load at a time
+    // this would take half of the kernel's time.
     Source base = base_of(chunk), target = target_of(chunk);
-    for (u32 i = threadIdx.x; i / 4 * change_stride < stats.blocks; i += THREADS) {
-        u32 group = i / 4, block = group * change_stride + sample_offset(group, change_stride);
-        if (block >= stats.blocks || group % every == sample_offset(group / every, every)) continue;
-        u32 first = block * BLOCK_LANES + i % 4 * 32, mask = 0;
-        if (chunk.low_bits == 0) mask = ((const u32*)chunk.masks)[first / 32];
-        else if (first < chunk.lanes) mask = ~0u >> (32 - min(chunk.lanes - first, 32));
-        if (mask == 0) continue;
-        u32 level = levels[block];
-        for (; mask; mask &= mask - 1) {
-            u32 at = first + __ffs((i32)mask) - 1;
-            T from = base.lane<W>(at);
-            count(level * CONTEXTS + context_index<W>(from, stats.order, stats.first), from, target.lane<W>(at));
+    constexpr u32 LOADS_IN_FLIGHT = 4;
+    for (u32 i = threadIdx.x; i / 4 * change_stride < stats.blocks; i += LOADS_IN_FLIGHT * THREADS) {
+        u32 firsts[LOADS_IN_FLIGHT], masks[LOADS_IN_FLIGHT], rest = 0;
+#pragma unroll
+        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
+            u32 group = (i + k * THREADS) / 4, block = group * change_stride + sample_offset(group, change_stride);
+            firsts[k] = block * BLOCK_LANES + i % 4 * 32, masks[k] = 0;
+            if (group * change_stride >= stats.blocks || block >= stats.blocks ||
+                group % every == sample_offset(group / every, every))
+                continue;
+            if (chunk.low_bits == 0) masks[k] = ((const u32*)chunk.masks)[firsts[k] / 32];
+            else if (firsts[k] < chunk.lanes) masks[k] = ~0u >> (32 - min(chunk.lanes - firsts[k], 32));
+        }
+#pragma unroll
+        for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) rest |= masks[k];
+        while (rest) {
+            T from[LOADS_IN_FLIGHT], to[LOADS_IN_FLIGHT];
+            u32 level[LOADS_IN_FLIGHT];
+            rest = 0;
+#pragma unroll
+            for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
+                if (masks[k] == 0) continue;
+                u32 at = firsts[k] + __ffs((i32)masks[k]) - 1;
+                from[k] = base.lane<W>(at), to[k] = target.lane<W>(at), level[k] = levels[at / BLOCK_LANES];
+            }
+#pragma unroll
+            for (u32 k = 0; k < LOADS_IN_FLIGHT; k++) {
+                if (masks[k] == 0) continue;
+                count(level[k] * CONTEXTS + context_index<W>(from[k], stats.order, stats.first), from[k], to[k]);
+                masks[k] &= masks[k] - 1;
+                rest |= masks[k];
+            }
         }
     }
     __syncthreads();

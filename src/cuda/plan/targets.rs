@@ -15,9 +15,22 @@ use crate::format::DIGEST_SIZE;
 use std::collections::BTreeMap;
 use zerocopy::IntoBytes;
 
-/// Maximum size of the targets of a batch in bytes, except that a batch has at least one chunk. Small in tests, so that tensors
-/// span several batches.
-const BATCH_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 128 << 20 };
+/// Maximum size of the targets of a batch in bytes, except that a batch has at least one chunk.
+#[cfg(not(test))]
+const BATCH_BYTES: u64 = 128 << 20;
+
+#[cfg(test)]
+thread_local! {
+    /// `BATCH_BYTES` of tests: small, so that tensors span several batches, unless a test measures.
+    pub(in crate::cuda) static BATCH_OF_TEST: std::cell::Cell<u64> = const { std::cell::Cell::new(64 << 10) };
+}
+
+fn batch_bytes() -> u64 {
+    #[cfg(test)]
+    return BATCH_OF_TEST.get();
+    #[cfg(not(test))]
+    BATCH_BYTES
+}
 
 /// Chunks that one launch rebuilds in scratch memory, where the next launch hashes them.
 #[derive(Debug)]
@@ -60,7 +73,7 @@ impl Targets {
             rows: Vec::new(),
         };
         if mode == Mode::InPlace(InPlace::AllChecked) {
-            targets.in_batches(index, bindings, schedule, BATCH_BYTES)?;
+            targets.in_batches(index, bindings, schedule, batch_bytes())?;
         } else {
             for binding in bindings {
                 targets.plan.add(&binding.output, binding.output_rows)?;

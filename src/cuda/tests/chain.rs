@@ -285,6 +285,7 @@ fn steps_beside_single_applications() {
         .map(|(name, memory)| TensorSlice::new(name, Rectangle::whole(&[lanes_of_one as u64]), memory.clone()))
         .collect();
     let after = versions[count].repeat(tensors);
+    crate::cuda::plan::targets::BATCH_OF_TEST.set(128 << 20);
     for digests in [false, true] {
         let mut times = [Vec::new(), Vec::new()];
         for _ in 0..if stand_in::is_used() { 1 } else { 5 } {
