@@ -263,7 +263,7 @@ class TestEncode:
         torch.manual_seed(1)
         state = {"a": torch.randn(300, 512).bfloat16().cuda(), "b": torch.randn(7).cuda()}
         source = tpde.sync.Source(lambda: state, device="cuda")
-        publisher = tpde.sync.Publisher(source, tpde.sync.Folder(tmp_path / "channel"))
+        publisher = tpde.sync.Publisher(source, tpde.sync.Folder(tmp_path / "channel"), bucket=1 << 13)
         model = Plain({name: tensor.clone() for name, tensor in state.items()})
         weights = tpde.slices.record(model.load_weights, state, model.parameters)
         subscriber = tpde.sync.Subscriber(weights, tpde.sync.Folder(tmp_path / "channel"), "engine", version=0)

@@ -26,7 +26,9 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +58,10 @@ __all__ = ["Collective", "Communicator", "Folder", "Group", "Publisher", "Source
 State = Mapping[str, torch.Tensor]
 
 _log = logging.getLogger("tpde")
+
+
+#: Number of buckets that are encoded at a time on a CUDA device.
+_ENCODERS = 2
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ class Publisher:
     On a new channel, the weights at this moment are version 0, which subscribers load from a checkpoint. On a channel with
     versions, for example after the trainer was restarted, the next version is published whole.
 
-    A version is encoded in buckets of tensors. A group sends one bucket while the next one is encoded. All buckets of a version are
-    committed at once.
+    A version is encoded in buckets of tensors. A group sends one bucket while the next ones are encoded. On a CUDA device, two
+    buckets are encoded at a time, unless the source is sharded. All buckets of a version are committed at once.
 
     Args:
         source: The trainer's weights: a :class:`Source`, or its first argument.
@@ -124,8 +130,11 @@ class Publisher:
             raise _errors.InvalidArgument("expected a channel for the first rank of the source, and None for the others")
         self._channel = channel
         self._favor, self._timeout, self._bucket = favor, timeout, bucket
-        self._save = save_file if self._source.device.type == "cpu" else Encoder(self._source.device).save_file
+        self._is_on_device = self._source.device.type == "cuda"
+        self._save = Encoder(self._source.device).save_file if self._is_on_device else save_file
         self._session = uuid4().hex
+        #: The pairs of the last version: their names by bucket, for each list of layouts.
+        self._pairs: dict[tuple[str, ...], list[str]] = {}
         #: An error of the first rank that the others do not know yet.
         self._failure: Exception | None = None
         versions = self._source.share(channel.versions() if channel is not None else None)
@@ -184,6 +193,8 @@ class Publisher:
                     self._channel.abort()
             raise
         self.version, self._last = version, target
+        stored = [one for one in (record["difference"], record["whole"]) if one is not None]
+        self._pairs = {tuple(one["layouts"]): [pair["pair"] for pair in one["pairs"]] for one in stored}
         clock.end("commit")
         sync = Sync(version, record["bytes"], record["changed"], record["favor"], clock.milliseconds)
         _log.info("published %s", sync)
@@ -227,23 +238,65 @@ class Publisher:
     ) -> dict[str, Any]:
         """Writes and sends the pairs of a version. Returns the entries of the pairs for the version's record."""
         rectangles = [_indices(plain) for plain in layouts.values()]
-        pairs, lanes, changed = [], 0, 0
-        for number, bucket in enumerate(buckets(target.shapes, self._bucket)):
+        before = [] if whole else self._pairs.get(tuple(layouts), [])
+
+        def encode(job: tuple[int, Bucket]) -> tuple[str, Any]:
+            number, bucket = job
             name = f"{version:08}-{'whole-' if whole else ''}{self._session}-{number}"
-            report = self._bucket_pair(name, target, bucket, rectangles, whole=whole)
-            if self._channel is None or report is None:
-                continue
-            record["bytes"] += report.stored_bytes
-            lanes += sum(one.lanes for one in report.tensors)
-            changed += sum(one.changed for one in report.tensors)
-            pairs.append({"pair": name, "digest": report.pair_digest})
-            self._channel.send([name])
+            base_pair = before[number] if number < len(before) else None
+            return name, self._bucket_pair(name, target, bucket, rectangles, base_pair=base_pair, whole=whole)
+
+        pairs, lanes, changed = [], 0, 0
+        # Closed also after an error: then no thread encodes any more.
+        with contextlib.closing(self._in_order(encode, enumerate(buckets(target.shapes, self._bucket)))) as encoded:
+            for name, report in encoded:
+                if self._channel is None or report is None:
+                    continue
+                record["bytes"] += report.stored_bytes
+                lanes += sum(one.lanes for one in report.tensors)
+                changed += sum(one.changed for one in report.tensors)
+                pairs.append({"pair": name, "digest": report.pair_digest})
+                self._channel.send([name])
         if not whole:
             record["changed"] = changed / max(lanes, 1)
         return {"pairs": pairs, "layouts": list(layouts)}
 
-    def _bucket_pair(self, name: str, target: Snapshot, bucket: Bucket, rectangles: Any, *, whole: bool) -> Any:
+    def _in_order(
+        self, encode: Callable[[tuple[int, Bucket]], Any], jobs: Iterator[tuple[int, Bucket]]
+    ) -> Generator[Any, None, None]:
+        """Calls a function for each bucket, and returns its results in order.
+
+        On a device, two threads call it: the device has work while one of them plans or writes files. Ranks of a sharded source take
+        part in each bucket together, so they have one thread.
+        """
+        if not self._is_on_device or self._source.is_sharded:
+            yield from map(encode, jobs)
+            return
+        stream = torch.cuda.current_stream(self._source.device)
+
+        def on_stream(job: tuple[int, Bucket]) -> Any:
+            with torch.cuda.stream(stream):
+                return encode(job)
+
+        with ThreadPoolExecutor(_ENCODERS) as threads:
+            queued: deque[Future[Any]] = deque()
+            try:
+                for job in jobs:
+                    queued.append(threads.submit(on_stream, job))
+                    if len(queued) > _ENCODERS:
+                        yield queued.popleft().result()
+                while queued:
+                    yield queued.popleft().result()
+            finally:
+                for future in queued:
+                    future.cancel()
+
+    def _bucket_pair(
+        self, name: str, target: Snapshot, bucket: Bucket, rectangles: Any, *, base_pair: str | None, whole: bool
+    ) -> Any:
         """Writes the pair of a bucket. All ranks encode what they hold, and the first one merges it. Returns a report.
+
+        ``base_pair`` is the pair of this bucket of the last version, whose digests are those of the base.
 
         If the first one fails, others do not know it yet. So it takes part in what follows, and `_check` raises the error everywhere.
         """
@@ -252,8 +305,14 @@ class Publisher:
         if not self._source.is_sharded:
             assert self._channel is not None
             path = self._channel.pair(name)
+            known: dict[str, Any] = {}
+            if base is not None and base_pair is not None and self._is_on_device:
+                # A group keeps the files of some versions only.
+                kept = self._channel.pair(base_pair)
+                if kept.with_name(kept.name + ".tpde-index").exists():
+                    known = {"base_pair": kept}
             # An attempt that failed may have left the pair behind. No record names it yet.
-            self._save(slices, path, base=base, favor=self._favor, replace=True)
+            self._save(slices, path, base=base, favor=self._favor, replace=True, **known)
             return inspect(path)
         with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
             own = Path(folder) / "own"
