@@ -1,9 +1,10 @@
-"""Buckets that cannot be merged: on a subscriber, and on the first rank of a trainer. Nothing is written then, and the sender knows."""
+"""Steps that fail on one rank: on a subscriber, or on a rank of a trainer. Nothing is written then, and the other ranks know."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,34 @@ def test_a_subscriber_of_a_group(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         one.check()
 
 
+def test_merged_pairs_are_deleted_after_the_pause(tmp_path: Path) -> None:
+    trainer, engine = FolderTrainer(tmp_path), FolderEngine(tmp_path, "one", 0, 1, version=0)
+    trainer.publisher._bucket = 100
+    for version, after in enumerate((engine.subscriber.answer, engine.subscriber.stage), start=1):
+        trainer.publish()
+        engine.subscriber.stage()
+        engine.subscriber.answer()  # sends nothing, and leaves what was staged
+        folder = engine.subscriber._checker._folder
+        assert folder is not None
+        engine.subscriber.commit(answer=False)
+        assert engine.subscriber.version == version and len([*Path(folder.name).iterdir()]) == 2
+        after()
+        assert not Path(folder.name).exists()
+
+
 class Sharded:
     """A trainer of two ranks, each with half of the rows of two tensors. Subscribers read a folder."""
 
     SHAPE = (512, 256)
 
     def __init__(self, path: Path) -> None:
-        hub = Hub(2)
         self.channel, self.version = tpde.sync.Folder(path), 0
-        self.publishers: list[Any] = together(*(lambda rank=rank: self._publisher(hub, rank) for rank in range(2)))
+        self.publishers: list[Any] = together(*self.opening())
+
+    def opening(self) -> list[Callable[[], tpde.sync.Publisher]]:
+        """Functions that make the publisher of each rank."""
+        hub = Hub(2)
+        return [partial(self._publisher, hub, rank) for rank in range(2)]
 
     def _publisher(self, hub: Hub, rank: int) -> tpde.sync.Publisher:
         def held() -> list[tpde.Slice]:
@@ -163,9 +183,62 @@ def test_the_first_rank_of_a_trainer(what: str, monkeypatch: pytest.MonkeyPatch,
             expected = tpde.InvalidArgument
         first, second = trainer.publish()
     assert isinstance(first, expected), first
-    assert isinstance(second, tpde.NotAcknowledged) and f"{expected.__name__}: {first}" in str(second), second
+    assert isinstance(second, tpde.RankFailed) and (second.rank, second.reason) == (0, f"{expected.__name__}: {first}"), second
     assert trainer.channel.versions() == [0, 1] and subscriber.update() == []
     assert all(torch.equal(one, before[name]) for name, one in live.items())
     assert [one.version for one in results(*trainer.publish())] == [2, 2]
     assert [one.version for one in subscriber.update()] == [2]
     assert all(torch.equal(one, live[name]) for name, one in trainer.weights().items())
+
+
+#: Functions of a rank that may fail: an object of the publisher, and the function's name.
+STEPS = {
+    "the trainer's function": ("_source", "_tensors"),
+    "small tensors": ("_source", "_divided"),
+    "copies": ("_source", "_copied"),
+    "the trainer's callback": ("", ""),
+    "the slices of a bucket": ("_last", "of"),
+    "encode": ("", "_save"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", STEPS)
+def test_a_step_that_fails_on_one_rank(what: str, rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It raises its error, the other one learns of it and raises too, and the next attempt publishes the version."""
+    trainer, error = Sharded(tmp_path), MemoryError("no room for the weights")
+    results(*trainer.publish())
+    publisher = trainer.publishers[rank]
+    owner, name = STEPS[what]
+    with monkeypatch.context() as patch:
+        failing: Any = lambda: None  # noqa: E731
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise error
+
+        if name:
+            patch.setattr(getattr(publisher, owner) if owner else publisher, name, fails)
+        else:
+            failing = fails
+        trainer.version = 2
+        copied = [failing if at == rank else lambda: None for at in range(2)]
+        found = together(*(lambda one=one, own=own: one.publish(copied=own) for one, own in zip(trainer.publishers, copied)))
+    other = found[1 - rank]
+    assert found[rank] is error
+    assert isinstance(other, tpde.RankFailed) and (other.rank, other.reason) == (rank, f"MemoryError: {error}")
+    assert trainer.channel.versions() == [0, 1] and [one.version for one in trainer.publishers] == [1, 1]
+    assert [one.version for one in results(*trainer.publish())] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["versions", "begin"])
+def test_a_channel_that_cannot_be_opened(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other rank of the trainer does not wait for the one with the channel."""
+
+    def fails(*_: Any) -> None:
+        raise OSError("no such folder")
+
+    trainer = Sharded(tmp_path / "other")
+    trainer.channel = tpde.sync.Folder(tmp_path / "channel")
+    monkeypatch.setattr(trainer.channel, name, fails)
+    first, second = together(*trainer.opening())
+    assert isinstance(first, OSError) and isinstance(second, tpde.RankFailed) and second.reason == "OSError: no such folder"

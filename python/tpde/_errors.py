@@ -215,6 +215,13 @@ class NotAcknowledged(TpdeError, RuntimeError):
     waiting: list[str]
 
 
+class RankFailed(TpdeError, RuntimeError):
+    """Another rank of the trainer failed. Nothing was published. Attributes: ``rank``, and ``reason``, type and text of its error."""
+
+    rank: int
+    reason: str
+
+
 class Disconnected(TpdeError, ConnectionError):
     """A rank of a channel's group has ended, or its transport failed. The channel cannot be used again; parameters are not changed by
     this. Attribute: ``reason``."""

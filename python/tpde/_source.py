@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import torch
 
 from ._collective import Messages
 from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, RankFailed
 from ._index import rectangle
 from ._slices import Slice
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 State = Union[Mapping[str, torch.Tensor], Iterable[Slice]]
+_Result = TypeVar("_Result")
+#: A slice that a rank holds, and its rectangle.
+_Held = tuple[Slice, Any]
 
 #: Tensors with fewer elements are encoded whole, by the first rank. A part of a few elements costs more than it saves.
 SMALL = 1 << 16
@@ -63,54 +66,56 @@ class Source:
         Raises:
             InvalidArgument: Ranks hold overlapping shards that are not equal, or no rank holds some elements, or a ``DTensor`` has
                 other placements.
+            RankFailed: Another rank could not pass or copy its weights.
         """
-        state = self._tensors.state_dict() if hasattr(self._tensors, "state_dict") else self._tensors()
         if self._messages is None:
+            state = self._state()
             if not isinstance(state, Mapping):
                 raise InvalidArgument("the source has slices: expected a dict of tensors, or a group of ranks")
             own = {name: [(whole_of(tuple(tensor.shape)), tensor)] for name, tensor in state.items()}
             return self._copied({name: tuple(tensor.shape) for name, tensor in state.items()}, own, [])
-        return self._of_ranks(list(_slices_of(state)))
+        return self._of_ranks()
 
-    def _of_ranks(self, slices: list[Slice]) -> Snapshot:
+    def _state(self) -> State:
+        state: State = self._tensors.state_dict() if hasattr(self._tensors, "state_dict") else self._tensors()
+        return state
+
+    def _of_ranks(self) -> Snapshot:
+        """A function of the trainer, and each copy, may fail on one rank only. So ranks go on after all have done a step."""
+        held, described = self.gather(self._held)
+        shapes, owners, shards = _owners([json.loads(text) for text in described])
+        own, received = self.gather(lambda: self._divided(held, shapes, owners))
+        large = {name: indices for name, indices in shards.items() if math.prod(shapes[name]) >= SMALL}
+
+        def copied() -> Snapshot:
+            wholes = _put_together(received, shapes) if self.is_first else {}
+            small = {name: [(whole_of(shapes[name]), whole)] for name, whole in wholes.items()}
+            return self._copied(shapes, {**own, **small}, [large])
+
+        return self.each(copied)
+
+    def _held(self) -> tuple[list[_Held], bytes]:
+        """The slices of this rank, and their description for all ranks."""
+        held = [(one, rectangle(one.name, one.index, [*(one.shape or ())])) for one in _slices_of(self._state())]
+        plain = [(one.name, [*(one.shape or ())], box.origin, box.extent, str(self._cast(one.tensor))) for one, box in held]
+        return held, json.dumps(plain).encode()
+
+    def _divided(self, held: list[_Held], shapes: Mapping[str, tuple[int, ...]], owners: dict[Any, int]) -> tuple[Any, bytes]:
+        """The elements that this rank encodes, and a message with those of small tensors."""
         assert self._messages is not None
-        held = [(one.name, rectangle(one.name, one.index, [*(one.shape or ())]), one) for one in slices]
-        plain = [(name, [*(one.shape or ())], box.origin, box.extent, str(self._cast(one.tensor))) for name, box, one in held]
-        shapes, owners, shards = _owners([json.loads(text) for text in self._messages.gather(json.dumps(plain).encode())])
         own: dict[str, list[tuple[Any, torch.Tensor]]] = {}
         small: list[Any] = []
-        for name, box, one in held:
-            if owners.pop((name, (*box.origin,), (*box.extent,)), None) != self._messages.rank:
+        for one, box in held:
+            if owners.pop((one.name, (*box.origin,), (*box.extent,)), None) != self._messages.rank:
                 continue  # another rank has the same elements
             tensor = one.tensor.detach().reshape(box.extent)
-            if math.prod(shapes[name]) < SMALL:
-                small.append((name, box.origin, box.extent, tensor.to("cpu", self._cast(tensor)).contiguous()))
+            if math.prod(shapes[one.name]) < SMALL:
+                small.append((one.name, box.origin, box.extent, tensor.to("cpu", self._cast(tensor)).contiguous()))
             elif 0 not in box.extent:
-                own.setdefault(name, []).append((_index(box.origin, box.extent), tensor))
-        wholes = self._collected(small, shapes)
-        for name, whole in wholes.items() if self.is_first else ():
-            own[name] = [(whole_of(shapes[name]), whole)]
-        large = {name: indices for name, indices in shards.items() if math.prod(shapes[name]) >= SMALL}
-        return self._copied(shapes, own, [large])
-
-    def _collected(self, small: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Small tensors, put together by the first rank."""
-        assert self._messages is not None
+                own.setdefault(one.name, []).append((_index(box.origin, box.extent), tensor))
         header = json.dumps([(name, origin, extent, str(tensor.dtype)) for name, origin, extent, tensor in small]).encode()
         parts = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for *_, tensor in small]
-        received = self._messages.gather(b"".join([len(header).to_bytes(8, "little"), header, *parts]))
-        wholes: dict[str, torch.Tensor] = {}
-        for message in received if self.is_first else ():
-            at = 8 + int.from_bytes(message[:8], "little")
-            for name, origin, extent, text in json.loads(message[8:at]):
-                dtype = getattr(torch, text.removeprefix("torch."))
-                size = math.prod(extent) * dtype.itemsize
-                part = torch.frombuffer(bytearray(message[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
-                at += size
-                whole = wholes.setdefault(name, torch.empty(shapes[name], dtype=dtype))
-                if size:
-                    whole[_index(origin, extent)] = part.view(dtype).view(extent)
-        return wholes
+        return own, b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
     def _copied(self, shapes: Mapping[str, tuple[int, ...]], own: Any, cuts: list[Rectangles]) -> Snapshot:
         copies = {
@@ -128,9 +133,28 @@ class Source:
             return plan
         return json.loads(bytes(self._messages.broadcast(*[json.dumps(plan).encode()] if self.is_first else [])))
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks."""
-        return [message] if self._messages is None else self._messages.gather(message)
+    def gather(self, work: Callable[[], tuple[_Result, bytes]]) -> tuple[_Result, list[bytes]]:
+        """Calls a function on each rank of a source with a ``group``. It returns a result and a message. Returns the result of this
+        rank, and the messages of all.
+
+        Raises:
+            RankFailed: The function has raised on another rank. A rank on which it raises gets its own error.
+        """
+        assert self._messages is not None
+        try:
+            result, message = work()
+        except Exception as error:
+            self._messages.gather(b"\0" + reason_of(error).encode())
+            raise
+        received = self._messages.gather(b"\1" + message)
+        for rank, text in enumerate(received):
+            if text[:1] != b"\1":
+                raise rank_failed(rank, text[1:].decode())
+        return result, [text[1:] for text in received]
+
+    def each(self, work: Callable[[], _Result]) -> _Result:
+        """Calls a function, on each rank. If it raises on one rank, all raise, as :meth:`gather`."""
+        return work() if self._messages is None else self.gather(lambda: (work(), b""))[0]
 
 
 class Snapshot:
@@ -164,6 +188,32 @@ class Snapshot:
                 if is_within(one.index, origin):
                     found.append(Slice(one.name, one.index, tensor[within(one.index, origin)], self.shapes[one.name]))
         return found
+
+
+def reason_of(error: BaseException) -> str:
+    """What other ranks are told of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def rank_failed(rank: int, reason: str) -> RankFailed:
+    """The error of a rank that has failed, for the others."""
+    return RankFailed(f"rank {rank} of the trainer failed: {reason}", rank=rank, reason=reason)
+
+
+def _put_together(received: list[bytes], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Small tensors, of the elements that ranks have sent."""
+    wholes: dict[str, torch.Tensor] = {}
+    for message in received:
+        at = 8 + int.from_bytes(message[:8], "little")
+        for name, origin, extent, text in json.loads(message[8:at]):
+            dtype = getattr(torch, text.removeprefix("torch."))
+            size = math.prod(extent) * dtype.itemsize
+            part = torch.frombuffer(bytearray(message[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
+            at += size
+            whole = wholes.setdefault(name, torch.empty(shapes[name], dtype=dtype))
+            if size:
+                whole[_index(origin, extent)] = part.view(dtype).view(extent)
+    return wholes
 
 
 def _index(origin: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:

@@ -46,7 +46,8 @@ from ._group import Group
 from ._kept import Kept
 from ._merge import merge_expected
 from ._paths import inspect
-from ._source import Snapshot, Source
+from ._records import digests_of, indices_of, message_of, plain_of, steps, written
+from ._source import Snapshot, Source, rank_failed, reason_of
 from .slices import Loader, Map, Prepared, prepare
 from .torch import Encoder, save_file
 
@@ -130,22 +131,24 @@ class Publisher:
             raise _errors.InvalidArgument("expected a channel for the first rank of the source, and None for the others")
         self._channel = channel
         self._favor, self._timeout, self._bucket = favor, timeout, bucket
-        self._is_on_device = self._source.device.type == "cuda"
-        self._save = Encoder(self._source.device).save_file if self._is_on_device else save_file
+        device = self._source.device
+        self._is_on_device = device.type == "cuda"
+        self._save = self._source.each(lambda: Encoder(device)).save_file if self._is_on_device else save_file
         self._session = uuid4().hex
         #: The pairs of the last version: their names by bucket, for each list of layouts.
         self._pairs: dict[tuple[str, ...], list[str]] = {}
         #: An error of the first rank that the others do not know yet.
         self._failure: Exception | None = None
-        versions = self._source.share(channel.versions() if channel is not None else None)
+        #: The last version that was published.
+        self.version = 0
+        versions = self._agreed(lambda known: known.versions())
         #: The weights of the last version; ``None`` if they are not known.
         self._last: Snapshot | None = None
-        if not versions:
+        if versions:
+            self.version = versions[-1]
+        else:
             self._last = self._source.snapshot()
-            if channel is not None:
-                channel.begin(self._record())
-        #: The last version that was published.
-        self.version: int = versions[-1] if versions else 0
+            self._agreed(lambda known: known.begin(self._record()))
 
     def _record(self) -> dict[str, Any]:
         return {"bytes": 0, "changed": None, "favor": self._favor or "ratio", "difference": None, "whole": None}
@@ -160,6 +163,7 @@ class Publisher:
 
         Raises:
             NotAcknowledged: A subscriber failed, or did not answer in time. Nothing was published. ``Folder.drop`` removes a subscriber.
+            RankFailed: Another rank of the trainer failed. Nothing was published.
             InvalidArgument: Another publisher uses the channel.
             Disconnected: A rank of the group has ended.
         """
@@ -170,7 +174,7 @@ class Publisher:
         target = self._source.snapshot()
         clock.end("snapshot")
         if copied is not None:
-            copied()
+            self._source.each(copied)
         version, record = self.version + 1, self._record()
         try:
             if self._last is not None:
@@ -179,11 +183,10 @@ class Publisher:
                 record["whole"] = self._encode(target, version, plan["layouts"], record, whole=True)
             clock.end("encode")
 
-            def commit() -> dict[str, Any]:
-                self._check(version)
+            def commit(channel: Folder) -> dict[str, Any]:
+                self._check(channel, version)
                 clock.end("check")
-                assert self._channel is not None
-                self._channel.commit(version, record)
+                channel.commit(version, record)
                 return record
 
             record = self._agreed(commit)
@@ -200,36 +203,36 @@ class Publisher:
         _log.info("published %s", sync)
         return sync
 
-    def _agreed(self, work: Callable[[], Any]) -> Any:
-        """Calls a function on the rank with the channel. All ranks of the trainer return its result, or raise its error."""
+    def _agreed(self, work: Callable[[Folder], Any]) -> Any:
+        """Calls a function on the rank with the channel. All ranks of the trainer return its result, or raise."""
         if self._channel is None:
-            plan = self._source.share()
-            if "error" in plan:
-                raise _errors.NotAcknowledged(plan["error"], version=self.version, failed={}, waiting=[])
-            return plan["result"]
+            answer = self._source.share()
+            if "result" in answer:
+                return answer["result"]
+            if answer["is_subscriber"]:
+                raise _errors.NotAcknowledged(answer["error"], version=self.version, failed={}, waiting=[])
+            raise rank_failed(0, answer["error"])
         try:
-            result = work()
+            result = work(self._channel)
         except Exception as error:
-            self._source.share({"error": f"the rank with the channel failed: {type(error).__name__}: {error}"})
+            self._source.share({"error": reason_of(error), "is_subscriber": isinstance(error, _errors.NotAcknowledged)})
             raise
         self._source.share({"result": result})
         return result
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self, channel: Folder) -> dict[str, Any]:
         """Waits for subscribers. Returns their layouts, and whether one needs a whole version."""
-        assert self._channel is not None
         behind = self._wait(self._timeout, fresh=True)
-        names = sorted({one["layout"] for one in self._channel.subscribers().values()})
-        layouts = {name: _plain(self._channel.rectangles(name)) for name in names}
+        names = sorted({one["layout"] for one in channel.subscribers().values()})
+        layouts = {name: plain_of(channel.rectangles(name)) for name in names}
         return {"layouts": layouts, "is_whole": self._last is None or bool(behind)}
 
-    def _check(self, version: int) -> None:
+    def _check(self, channel: Folder, version: int) -> None:
         """Raises if a bucket has failed, here or at a subscriber."""
-        assert self._channel is not None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        failed = self._channel.prepare(version)
+        failed = channel.prepare(version)
         if failed:
             raise self._not_acknowledged(version, failed, [])
 
@@ -237,7 +240,7 @@ class Publisher:
         self, target: Snapshot, version: int, layouts: dict[str, Any], record: dict[str, Any], *, whole: bool
     ) -> dict[str, Any]:
         """Writes and sends the pairs of a version. Returns the entries of the pairs for the version's record."""
-        rectangles = [_indices(plain) for plain in layouts.values()]
+        rectangles = [indices_of(plain) for plain in layouts.values()]
         before = [] if whole else self._pairs.get(tuple(layouts), [])
 
         def encode(job: tuple[int, Bucket]) -> tuple[str, Any]:
@@ -300,49 +303,43 @@ class Publisher:
 
         If the first one fails, others do not know it yet. So it takes part in what follows, and `_check` raises the error everywhere.
         """
-        slices = target.slices(bucket, rectangles)
-        base = None if whole or self._last is None else self._last.of(slices)
+
+        def save(path: Path, **how: Any) -> bool:
+            slices = target.slices(bucket, rectangles)
+            base = None if whole or self._last is None else self._last.of(slices)
+            if slices:
+                self._save(slices, path, base=base, favor=self._favor, **how)
+            return bool(slices)
+
         if not self._source.is_sharded:
             assert self._channel is not None
             path = self._channel.pair(name)
             known: dict[str, Any] = {}
-            if base is not None and base_pair is not None and self._is_on_device:
+            if not whole and base_pair is not None and self._is_on_device:
                 # A group keeps the files of some versions only.
                 kept = self._channel.pair(base_pair)
                 if kept.with_name(kept.name + ".tpde-index").exists():
                     known = {"base_pair": kept}
             # An attempt that failed may have left the pair behind. No record names it yet.
-            self._save(slices, path, base=base, favor=self._favor, replace=True, **known)
+            save(path, replace=True, **known)
             return inspect(path)
-        with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
-            own = Path(folder) / "own"
-            received = self._gathered(own, lambda: self._save(slices, own, base=base, favor=self._favor) if slices else None)
-            if self._channel is None or self._failure is not None:
-                return None
-            try:
-                path = self._channel.pair(name)
-                merge_expected([(one, None) for one in _written(own, received)], path, replace=True)
-                return inspect(path)
-            except Exception as error:
-                self._failure = error
-                return None
 
-    def _gathered(self, own: Path, encode: Callable[[], Any]) -> list[bytes]:
-        """Encodes what this rank holds. Returns the pairs of all ranks. If one fails, all raise."""
-        message, failure = b"", None
+        def encode() -> tuple[None, bytes]:
+            with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
+                own = Path(folder) / "own"
+                return None, message_of(own) if save(own) else b""
+
+        _, received = self._source.gather(encode)
+        if self._channel is None or self._failure is not None:
+            return None
         try:
-            if encode() is not None:
-                index, blob = (own.with_name(own.name + ending).read_bytes() for ending in (".tpde-index", ".tpde-blob"))
-                message = b"".join([b"\1", len(index).to_bytes(8, "little"), index, blob])
+            path = self._channel.pair(name)
+            with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
+                merge_expected([(one, None) for one in written(Path(folder), received)], path, replace=True)
+            return inspect(path)
         except Exception as error:
-            message, failure = b"\0" + f"{type(error).__name__}: {error}".encode(), error
-        received = self._source.gather(message)
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(received):
-            if text[:1] == b"\0":
-                raise _errors.TpdeError(f"rank {rank} of the trainer failed: {text[1:].decode()}")
-        return received
+            self._failure = error
+            return None
 
     def wait(self, timeout: float | None = None) -> list[str]:
         """Wait until each subscriber that can reach the last version has answered that it holds this version.
@@ -392,7 +389,7 @@ class Publisher:
     def _is_of_record(self, answer: dict[str, Any]) -> bool:
         assert self._channel is not None
         record = self._channel.version(self.version)
-        return answer["digests"] in [_digests(stored) for stored in (record["difference"], record["whole"]) if stored is not None]
+        return answer["digests"] in [digests_of(stored) for stored in (record["difference"], record["whole"]) if stored is not None]
 
     def _not_acknowledged(self, version: int, failed: dict[str, str], waiting: list[str]) -> _errors.NotAcknowledged:
         problems = [f"{name} failed: {error}" for name, error in failed.items()]
@@ -403,51 +400,6 @@ class Publisher:
             failed=failed,
             waiting=waiting,
         )
-
-
-def _written(beside: Path, received: list[bytes]) -> list[Path]:
-    """Writes the pairs that ranks have sent."""
-    paths = []
-    for rank, text in enumerate(received):
-        if text:
-            end = 9 + int.from_bytes(text[1:9], "little")
-            paths.append(beside.with_name(f"rank{rank}"))
-            paths[-1].with_suffix(".tpde-index").write_bytes(text[9:end])
-            paths[-1].with_suffix(".tpde-blob").write_bytes(text[end:])
-    return paths
-
-
-def _plain(rectangles: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: [[[one.start, one.stop] for one in index] for index in indices] for name, indices in rectangles.items()}
-
-
-def _indices(plain: dict[str, Any]) -> dict[str, Any]:
-    return {name: [tuple(slice(*bounds) for bounds in index) for index in indices] for name, indices in plain.items()}
-
-
-def _digests(stored: dict[str, Any]) -> list[str]:
-    return [one["digest"] for one in stored["pairs"]]
-
-
-def steps(channel: Folder, start: int, stop: int, layout: str) -> list[tuple[int, bool]] | None:
-    """The versions whose pairs lead from one version to another, and whether each is whole; ``None`` if no pairs lead there."""
-    known = {version: channel.version(version) for version in channel.versions() if start < version <= stop}
-
-    def has(version: int, kind: str) -> bool:
-        stored = known.get(version, {}).get(kind)
-        return stored is not None and layout in stored["layouts"]
-
-    path: list[tuple[int, bool]] = []
-    for version in range(stop, start, -1):
-        if has(version, "difference"):
-            path.append((version, False))
-        elif has(version, "whole"):
-            return [(version, True), *reversed(path)]
-        else:
-            # Only a whole version after this one helps.
-            later = [at for at, _ in reversed(path) if has(at, "whole")]
-            return [(later[-1], True), *((at, False) for at in range(later[-1] + 1, stop + 1))] if later else None
-    return list(reversed(path))
 
 
 class Subscriber:
@@ -613,10 +565,11 @@ class Subscriber:
         finally:
             self._side.follow()  # copies of parameters, and a reload, may still be queued
             self._prepared = None
-            self._checker.forget()
 
     def _answer(self) -> None:
-        """Sends each answer once."""
+        """Sends each answer once. Deletes merged pairs, which takes too long for a pause of the engine."""
+        if not self._staged:
+            self._checker.forget()
         while self._answers:
             version, answer = self._answers.pop(0)
             self._channel.answer(self._name, self._session, version, answer)
@@ -625,7 +578,7 @@ class Subscriber:
     def _apply(self, version: int, *, whole: bool) -> Sync:
         record = self._channel.version(version)
         stored = record["whole" if whole else "difference"]
-        clock, answer = _Clock(), {"error": None, "digests": _digests(stored)}
+        clock, answer = _Clock(), {"error": None, "digests": digests_of(stored)}
         (staged, prepared), self._prepared = self._prepared or (None, None), None
         try:
             if prepared is None or staged != (version, whole):
