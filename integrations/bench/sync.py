@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
 from changes import Changes  # noqa: E402
-from receivers import Link, Memory, Replica, Weights, shapes, timed  # noqa: E402
+from receivers import Link, Memory, Replica, Weights, shapes, timed, wait_for  # noqa: E402
 from rivals import Rivals  # noqa: E402
 from torch import distributed, multiprocessing  # noqa: E402
 
@@ -130,8 +130,13 @@ class Run:
         """The next version, until it is live and all have answered."""
         if self.rank == 0:
             begin, copied = time.perf_counter(), threading.Event()
+
+            def is_copied() -> None:
+                wait_for(self.device)  # a step may use another stream
+                copied.set()
+
             with ThreadPoolExecutor(1) as thread:  # the trainer goes on when its weights are copied
-                published = thread.submit(self.publisher.publish, copied=copied.set)
+                published = thread.submit(self.publisher.publish, copied=is_copied)
                 while not copied.wait(0.1) and not published.done():
                     pass
                 blocked = time.perf_counter() - begin
