@@ -16,12 +16,15 @@ BUILD = ROOT / "kernels" / "emulator" / "build"
 
 @pytest.mark.skipif(not BUILD.exists(), reason="SKIPPED: the sources of the kernels are not here")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="SKIPPED: needs g++, or the compiler that CXX names")
-@pytest.mark.parametrize("name, least", [("test_cuda_slices.py", 20), ("test_cuda_sync.py", 10)])
-def test_slices_on_the_stand_in(name: str, least: int) -> None:
+@pytest.mark.parametrize(
+    "name, least, order",
+    [("test_cuda_slices.py", 20, "early"), ("test_cuda_sync.py", 10, "early"), ("test_cuda_sync.py", 10, "late")],
+)
+def test_slices_on_the_stand_in(name: str, least: int, order: str) -> None:
     pytest.importorskip("torch")
     folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve() / "emulator"
     subprocess.run([BUILD, folder, "driver"], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "driver"), "TPDE_STAND_IN": "early"}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "driver"), "TPDE_STAND_IN": order}
     environment.pop("TPDE_GPU", None)
     tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tests.parent), str(tests)]
