@@ -21,6 +21,7 @@
 #include "digest/digests.cuh"
 #include "digest/hash.cuh"
 #include "encode/arguments.cuh"
+#include "encode/form.cuh"
 #include "zstd/frames.cuh"
 
 #ifndef ONLY_ENCODE
@@ -46,6 +47,7 @@ extern "C" void tpde_encode_streams(Encode);
 extern "C" void tpde_encode_gather(Encode);
 extern "C" void tpde_encode_copy(Encode);
 extern "C" void tpde_encode_crc(Encode);
+extern "C" void tpde_encode_form(Form);
 extern "C" void tpde_layout(u32*);
 extern "C" void __asan_poison_memory_region(const volatile void*, size_t) __attribute__((weak));
 extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t) __attribute__((weak));
@@ -449,6 +451,7 @@ const KernelEntry KERNELS[] = {
     {"tpde_encode_gather", [](const void* p) { tpde_encode_gather(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_copy", [](const void* p) { tpde_encode_copy(*(const Encode*)p); }, sizeof(Encode)},
     {"tpde_encode_crc", [](const void* p) { tpde_encode_crc(*(const Encode*)p); }, sizeof(Encode)},
+    {"tpde_encode_form", [](const void* p) { tpde_encode_form(*(const Form*)p); }, sizeof(Form)},
     {"tpde_layout", [](const void* p) { tpde_layout(*(u32* const*)p); }, 8},
     {"spin", nullptr, 8},
 };

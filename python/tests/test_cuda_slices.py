@@ -309,6 +309,19 @@ class TestEncode:
         tpde.numpy.save_file(cut.target, tmp_path / "cpu", codec="conditioned")
         assert same_pairs(tmp_path / "device", tmp_path / "cpu")
 
+    def test_bases_of_another_dtype(self, tmp_path: Path) -> None:
+        lanes = np.random.default_rng(1).integers(0, 1 << 32, (96, 70), dtype=np.uint32)
+        base = {"cast": lanes.view(np.float32)}
+        target = {"cast": (lanes >> 16).astype(np.uint16).view(np.float16)}
+        for encode in (tpde.torch.save_file, tpde.torch.Encoder(DEVICE).save_file):
+            report = encode(moved(target), tmp_path / "device", base=moved(base), replace=True)  # type: ignore[operator]
+            tpde.numpy.save_file(target, tmp_path / "cpu", base=base, codec="conditioned", replace=True)
+            assert same_pairs(tmp_path / "device", tmp_path / "cpu")
+            assert [tensor.base_kind for tensor in report.tensors] == ["cast"]
+            encode(moved(target), tmp_path / "device", base=moved(base), derived=False, replace=True)  # type: ignore[operator]
+            tpde.numpy.save_file(target, tmp_path / "cpu", base=base, codec="conditioned", derived=False, replace=True)
+            assert same_pairs(tmp_path / "device", tmp_path / "cpu")
+
     def test_slices_of_a_rank(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
         for rank in range(RANKS):
             (_, base), (_, target) = (shards(cut, rank, arrays) for arrays in (cut.base, cut.target))

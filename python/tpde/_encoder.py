@@ -54,6 +54,7 @@ class Encoder:
         renamed: Mapping[str, str] | None = None,
         format: str | None = None,
         payload_digests: bool = False,
+        derived: bool = True,
         split: str | None = None,
         replace: bool = False,
         progress: Progress = None,
@@ -65,7 +66,8 @@ class Encoder:
             path: Name of the pair.
             base_pair: The pair of which ``base`` is the target. Its target digests become base digests, so that only the digests of
                 the target are computed. If ``base`` is not that target, readers refuse the base of the new pair.
-            codec, favor, chunk_lanes, renamed, format, payload_digests, split, replace, progress: As for :func:`tpde.torch.save_file`.
+            codec, favor, chunk_lanes, renamed, format, payload_digests, derived, split, replace, progress: As for
+                :func:`tpde.torch.save_file`.
 
         Raises:
             Invalid, Limit, SystemRefused: ``base_pair`` is damaged, too large, or cannot be read.
@@ -79,7 +81,7 @@ class Encoder:
             renamed=renamed,
             format=format,
             payload_digests=payload_digests,
-            derived=False,
+            derived=derived,
             split=split,
         )
         return _state.save(

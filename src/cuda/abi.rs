@@ -105,6 +105,9 @@ pub(super) const DIGESTS_THREADS: u32 = 32;
 pub(super) const HASH_THREADS: u32 = 32;
 pub(super) const HASH_SHARED: u32 = 9216;
 
+/// Threads per block of `tpde_encode_form`.
+pub(super) const FORM_THREADS: u32 = 256;
+
 pub(super) const RAW_THREADS: u32 = defined("TPDE_RAW_THREADS");
 pub(super) const RAW_SHARED: u32 = defined("TPDE_RAW_SHARED");
 pub(super) const CONDITIONED_THREADS: u32 = defined("TPDE_CONDITIONED_THREADS");

@@ -209,6 +209,21 @@ impl Hashes {
             memory.check_device(device)?;
             plan.add(memory, *rows)?;
         }
+        Self::queue_with(stream, &plan, &[], |cx, kernel, launch, _| {
+            // SAFETY: all parts are in memory that the caller holds until the stream has completed.
+            unsafe { plan.slice_after(None).queue(cx, kernel, stream.raw(), launch) }
+        })
+    }
+
+    /// Queues the hashes of a plan. `queue` queues all of its parts, with the kernel and the addresses that it is given; the last
+    /// address is that of a copy of `uploaded`. Device memory that `queue` uses is held until the stream has completed.
+    pub(in crate::cuda) fn queue_with(
+        stream: &Stream,
+        plan: &HashPlan,
+        uploaded: &[u8],
+        queue: impl FnOnce(&Entered<'_>, Kernel, &HashLaunch, u64) -> Result<()>,
+    ) -> Result<Self> {
+        let device = stream.device();
         let kernel = device.kernels.hash(&device.context)?;
         let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
@@ -217,10 +232,12 @@ impl Hashes {
         }
         let mut layout = MemoryLayout::default();
         let hash_bytes = 32 * u64::from(plan.len());
-        let [parts_at, nodes_at, hashes_at] = layout.add_all([plan.part_bytes(), plan.node_bytes(), hash_bytes]);
+        let sizes = [plan.part_bytes(), uploaded.len() as u64, plan.node_bytes(), hash_bytes];
+        let [parts_at, uploaded_at, nodes_at, hashes_at] = layout.add_all(sizes);
         let memory = DeviceSlice::owned(Allocation::new(device, &cx, layout.bytes())?, layout.bytes());
         let hashes = memory.slice(hashes_at, hash_bytes)?;
-        let parts = PinnedBuffer::with_parts(device, &cx, plan.part_bytes(), &[(0, plan.parts.as_bytes())])?;
+        let contents = [(parts_at, plan.parts.as_bytes()), (uploaded_at, uploaded)];
+        let parts = PinnedBuffer::with_parts(device, &cx, uploaded_at + uploaded.len() as u64, &contents)?;
         let found = PinnedBuffer::new(device, &cx, hash_bytes as usize)?;
         let done = RawEvent::new(&cx, false)?;
         let at = |offset: u64| memory.address() + offset;
@@ -229,9 +246,12 @@ impl Hashes {
         // SAFETY: all parts are within the new memory. It, the pinned memory and the memory of the ranges are held until the
         // stream has completed, also after an error.
         unsafe {
-            copies::copy_in(&cx, launch.ranges, parts.as_ptr(), parts.len(), stream.raw())?;
+            copies::copy_in(&cx, memory.address(), parts.as_ptr(), parts.len(), stream.raw())?;
             copies::fill(&cx, launch.nodes, 0, plan.node_bytes() as usize / 4, stream.raw())?;
-            plan.slice_after(None).queue(&cx, kernel, stream.raw(), &launch)?;
+        }
+        queue(&cx, kernel, &launch, at(uploaded_at))?;
+        // SAFETY: as above.
+        unsafe {
             copies::copy_out(&cx, found.as_ptr(), launch.hashes, found.len(), stream.raw())?;
         }
         // The event of the guard also holds the memory of the ranges.

@@ -56,18 +56,6 @@ impl<'a> Selection<'a> {
         cut.map_or_else(|| vec![number], |base| base.tensors_of(number).collect())
     }
 
-    /// The number, in the whole base, of a tensor of [`base`](Self::base) that is not derived.
-    #[cfg(feature = "cuda")]
-    pub fn base_tensor(&self, number: usize) -> usize {
-        self.entries.as_ref().and_then(|entries| entries.base.as_ref()).map_or(number, |base| base.tensor(number))
-    }
-
-    /// Name of the first tensor whose base is derived.
-    #[cfg(feature = "cuda")]
-    pub fn first_derived(&self) -> Option<&str> {
-        self.entries.as_ref().and_then(Entries::first_derived)
-    }
-
     /// The number, in the whole target, of a tensor of [`target`](Self::target).
     #[cfg(feature = "cuda")]
     pub fn target_tensor(&self, number: usize) -> usize {

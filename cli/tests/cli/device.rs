@@ -1,6 +1,7 @@
 //! `--device`.
 
 use crate::common::place::*;
+use crate::common::*;
 
 #[test]
 fn a_device_that_is_not_there_is_said_so() {
@@ -68,6 +69,20 @@ fn a_device_encodes_the_same_pairs() {
         assert!(!place.path("no.tpde-index").exists() && !place.path("no.tpde-blob").exists());
     }
     place.fails("encode base.safetensors target.safetensors -o cuda0 --codec raw --device cuda", SYSTEM, "cuda0");
+
+    // Bases of another dtype.
+    let base =
+        [tensor("cast", "F32", &[40, 30], 1), tensor("fp8", "F8_E4M3", &[20, 200], 2), tensor("fp8_scale_inv", "F32", &[1, 2], 3)];
+    let target = [tensor("cast", "BF16", &[40, 30], 4), tensor("fp8", "BF16", &[20, 200], 5)];
+    write_file(&place.path("wide.safetensors"), &base);
+    write_file(&place.path("narrow.safetensors"), &target);
+    let options = "wide.safetensors narrow.safetensors --codec conditioned";
+    place.ok(&format!("encode {options} -o cpu"));
+    let report = place.json(&format!("encode {options} -o cuda --device cuda"));
+    assert_eq!(list(&report["derived"]), ["cast", "fp8"]);
+    for ending in ["tpde-index", "tpde-blob"] {
+        place.assert_same(&format!("cuda.{ending}"), &format!("cpu.{ending}"));
+    }
 }
 
 /// Each row of `bench` was compared: pairs that the device encodes with those of the CPU, rebuilt tensors with the target.

@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 /// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. The digest of a tensor of more
 /// than 8 GiB needs 1,100 bytes per MiB besides. Rows with gaps, and lanes at
 /// addresses that are not multiples of their size, are copied before they are encoded: their bytes are read and written once
-/// more. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
+/// more. Lanes of derived bases are formed there, and once more to be hashed. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
 /// call.
 ///
 /// ```no_run
@@ -117,7 +117,7 @@ impl<'a> Encode<'a> {
     }
 
     /// Adds digests of base tensors that are known, by name: BLAKE3-128 of the bytes of a tensor. In a chain of pairs, they are the
-    /// target digests of the previous pair. The digests of other tensors, and those of parts, are computed. They are stored in
+    /// target digests of the previous pair. The digests of other tensors, and those of parts and of derived bases, are computed. They are stored in
     /// the pair as they are: with a wrong digest, readers that compare it refuse the base.
     pub fn base_digests(mut self, digests: impl IntoIterator<Item = (String, [u8; DIGEST_SIZE])>) -> Self {
         self.base_digests.extend(digests);
@@ -157,8 +157,7 @@ impl<'a> Encode<'a> {
     /// # Errors
     /// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options that a device does not support, or that are
     ///   invalid, and if base and target are on
-    ///   two devices.
-    ///   The base of a tensor must have its dtype, unless option `derived` is off.
+    ///   two devices. Elements of a base of another dtype must be at multiples of their size.
     /// - [`Error::PartNotHeld`](crate::Error::PartNotHeld) if no slice has a whole part.
     /// - [`Error::Device`](crate::Error::Device) if the driver fails, or if there is too little memory.
     /// - The errors of [`crate::Encode::to_path`] about names, shapes, numbers of tensors, and the files of the pair.

@@ -31,7 +31,7 @@ pub(super) fn memory_of(source: &Source, plan: &Plan, first: u64, lanes: u64) ->
     const LISTS: usize = size_of::<EncodeState>() + 4 * size_of::<EncodeChunk>() + size_of::<HashRange>() + 32;
     let lanes = lanes.min(plan.lanes - first);
     let survey: u64 = survey_sizes(lanes, plan.width().ilog2()).iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();
-    survey + source.copied_per_lane(plan) * lanes + LISTS as u64
+    survey + source.copied_per_lane(plan) * lanes + LISTS as u64 + source.list_bytes(plan)
 }
 
 /// Memory for what the kernels find out about chunks.

@@ -3,10 +3,13 @@
 //! The caller may know them. The others are hashed on the device, on a stream of their own, in batches of many tensors. Two batches
 //! are queued ahead of the tensor whose digests are needed.
 
+use super::form::{self, Formed};
+use super::limits::Limits;
 use super::session::{SecondStream, Session};
 use super::source::{Lanes, Source};
 use crate::checkpoint::Checkpoint;
-use crate::cuda::hashes::Hashes;
+use crate::cuda::hashes::{Hashes, PIECE};
+use crate::cuda::runtime::memory::DeviceSlice;
 use crate::digest;
 use crate::encode::{Plan, Selection};
 use crate::error::{Error, Result};
@@ -57,15 +60,16 @@ pub(super) struct Digests<'a> {
     batches: VecDeque<(std::ops::Range<usize>, Hashes)>,
     /// `None` if all digests are known.
     stream: Option<SecondStream<'a>>,
-    /// Most bytes of a batch, unless one tensor has more.
-    batch_bytes: u64,
+    /// Memory for formed lanes while they are hashed, if some bases are derived.
+    formed: Option<DeviceSlice>,
+    limits: Limits,
 }
 
 impl<'a> Digests<'a> {
-    /// Queues the first batches, of at most `batch_bytes` bytes. Known digests are those of whole tensors.
+    /// Queues the first batches. Known digests are those of whole tensors.
     pub fn new(
         session: &'a Session<'a>,
-        batch_bytes: u64,
+        limits: Limits,
         source: &Source,
         selection: &Selection<'_>,
         plans: &[Plan],
@@ -82,7 +86,8 @@ impl<'a> Digests<'a> {
             };
             if let (Some(lanes), Some(i), Some(infos)) = (source.base(plan), plan.base, selection.base()) {
                 let i = i as usize;
-                base[i] = known(known_bases, infos, i);
+                // The digest of a derived base is that of its formed lanes.
+                base[i] = if lanes.formed.is_some() { None } else { known(known_bases, infos, i) };
                 if base[i].is_none() && !std::mem::replace(&mut is_wanted[i], true) {
                     wanted.push((Operand::Base(i), lanes.clone()));
                 }
@@ -94,7 +99,10 @@ impl<'a> Digests<'a> {
             }
         }
         let stream = if wanted.is_empty() { None } else { Some(session.second_stream()?) };
-        let mut digests = Self { base, target, wanted, queued: 0, batches: VecDeque::new(), stream, batch_bytes };
+        let formed = wanted.iter().filter_map(|(_, lanes)| lanes.formed.as_deref()).map(Formed::bytes).max();
+        let formed =
+            formed.map(|bytes| session.alloc_separate(limits.formed.min(bytes.max(1).next_multiple_of(PIECE)))).transpose()?;
+        let mut digests = Self { base, target, wanted, queued: 0, batches: VecDeque::new(), stream, formed, limits };
         digests.queue()?;
         Ok(digests)
     }
@@ -104,15 +112,26 @@ impl<'a> Digests<'a> {
         let Some(SecondStream { stream, .. }) = &self.stream else { return Ok(()) };
         while self.batches.len() < AHEAD && self.queued < self.wanted.len() {
             let rest = &self.wanted[self.queued..];
+            let is_formed = rest.first().is_some_and(|(_, lanes)| lanes.formed.is_some());
             let mut bytes = 0u64;
-            let count = rest.iter().take(BATCH_TENSORS).take_while(|(_, lanes)| {
+            // A formed tensor has longer entries in lists.
+            let most = if is_formed { BATCH_TENSORS / 4 } else { BATCH_TENSORS };
+            let count = rest.iter().take(most).take_while(|(_, lanes)| {
                 let is_first = bytes == 0;
-                bytes += lanes.memory.bytes();
-                is_first || bytes <= self.batch_bytes
+                bytes += if is_formed { lanes.bytes() } else { lanes.memory.bytes() };
+                lanes.formed.is_some() == is_formed && (is_first || bytes <= self.limits.hashed)
             });
             let range = self.queued..self.queued + count.count();
-            let ranges: Vec<_> = self.wanted[range.clone()].iter().map(|(_, lanes)| (lanes.memory.clone(), lanes.rows)).collect();
-            self.batches.push_back((range.clone(), Hashes::queue(stream, &ranges)?));
+            let batch = &self.wanted[range.clone()];
+            let hashes = match &self.formed {
+                Some(buffer) if is_formed => {
+                    let bases: Vec<_> = batch.iter().filter_map(|(_, lanes)| lanes.formed.as_deref()).collect();
+                    let device = stream.device();
+                    form::queue_hashes(stream, device.kernels.form(&device.context)?, buffer, &bases)?
+                }
+                _ => Hashes::queue(stream, &batch.iter().map(|(_, lanes)| (lanes.memory.clone(), lanes.rows)).collect::<Vec<_>>())?,
+            };
+            self.batches.push_back((range.clone(), hashes));
             self.queued = range.end;
         }
         Ok(())

@@ -22,6 +22,8 @@ pub(in crate::cuda) struct Limits {
     pub room: u64,
     /// Maximum size of the tensors that are hashed in one launch, in bytes. A tensor may have more.
     pub hashed: u64,
+    /// Size of the memory for formed lanes that are hashed, in bytes: a multiple of 32 KiB.
+    pub formed: u64,
     /// From this number of segments per multiprocessor on, one warp encodes a segment, otherwise several.
     pub alone: u64,
 }
@@ -49,6 +51,7 @@ impl Default for Limits {
             payloads: 32 << 20,
             room: 320,
             hashed: 4 << 30,
+            formed: 12 << 20,
             alone: 16,
         }
     }

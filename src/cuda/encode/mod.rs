@@ -3,6 +3,7 @@
 //! | file | work |
 //! |---|---|
 //! | `source` | base and target: the memory of each entry, and copies without gaps |
+//! | `form` | base lanes that are formed from tensors of other dtypes |
 //! | `session` | memory, launches and copies of an encoding |
 //! | `chunks` | chunks: surveyed, their maps chosen, their coded lanes counted |
 //! | `train` | samples for tables; the tables are made on the host |
@@ -20,6 +21,7 @@ mod blob;
 mod builder;
 mod chunks;
 mod digests;
+mod form;
 mod job;
 mod limits;
 mod payloads;

@@ -14,7 +14,7 @@ use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
 use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
 use crate::encode::{Plan, Selection, check_holdable, check_options, report};
-use crate::error::{Error, Escaped, Result};
+use crate::error::{Error, Result};
 use crate::format::FormatVersion;
 use crate::writer::{FileSpec, Finished, PairBuilder};
 
@@ -25,12 +25,6 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     check_options(base_checkpoint, target, options)?;
     check_supported(job)?;
     let selection = Selection::new(base_checkpoint, target, options)?;
-    if let Some(name) = selection.first_derived() {
-        let name = Escaped(name);
-        return Err(unsupported(&format!(
-            "the base of tensor {name} has another dtype: encode on the processor, or without derived bases"
-        )));
-    }
     let mut plans = selection.plans(options)?;
     let files = if selection.is_complete() { files } else { Vec::new() };
     check_holdable(selection.base(), selection.target(), &plans, &files)?;
@@ -43,7 +37,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         let in_training = Limits { memory: WORKERS as u64 * job.limits.memory, ..job.limits };
         let session = Session::new(target, &cx, job.after, in_training, job.memory(device))?;
         let _drained = Drained(&session);
-        let digests = Digests::new(&session, job.limits.hashed, &source, &selection, &plans, known)?;
+        let digests = Digests::new(&session, job.limits, &source, &selection, &plans, known)?;
         train::train(&session, &source, job, &mut plans)?;
         let tables = Tables::upload(&session, &plans)?;
         let mut memory = session.take_memory()?;
@@ -56,7 +50,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         waves.encode(&session, memory, &mut assembly)?;
         assembly.finish(files)?
     };
-    let bases = plans.iter().filter_map(|plan| plan.base).map(|i| selection.base_tensor(i as usize));
+    let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
     let report = report(&finished, base_checkpoint, bases);
     Ok((finished, report))
 }
@@ -146,9 +140,10 @@ mod tests {
     fn memory_is_within_its_bound() {
         const MIB: u64 = 1 << 20;
         let limits = Limits::default();
-        // Besides, digests need about 10 bytes per KiB of two batches, and sizes are rounded up.
+        // Besides, digests need about 10 bytes per KiB of two batches, and memory for formed lanes. Sizes are rounded up.
         let workers = WORKERS as u64;
-        assert!(workers * limits.memory + 2 * limits.hashed / 950 + 2 * 5 * MIB <= 512 * MIB);
+        assert!(workers * limits.memory + 2 * limits.hashed / 950 + limits.formed + 2 * 5 * MIB <= 512 * MIB);
+        assert!(limits.formed.is_multiple_of(crate::cuda::hashes::PIECE));
         // While a wave is surveyed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
         assert!(limits.scratch + limits.wave + 16 * MIB <= limits.memory);
         assert!(limits.scratch + limits.wave + limits.payloads + 8 * MIB <= limits.memory);

@@ -1,5 +1,6 @@
 //! An encoding in progress: its stream, its memory, and what it queues.
 
+use super::form::{FormLaunch, FormRanges};
 use super::limits::Limits;
 use crate::cuda::abi;
 use crate::cuda::checkpoint::DeviceCheckpoint;
@@ -130,6 +131,11 @@ impl<'a> Session<'a> {
         self.allocate(&mut memory.kept, bytes)
     }
 
+    /// Returns device memory that is not used again by later work of the session, for work on other streams.
+    pub fn alloc_separate(&self, bytes: u64) -> Result<DeviceSlice> {
+        Ok(DeviceSlice::owned(Allocation::new(self.device, self.cx, bytes)?, bytes))
+    }
+
     /// Returns device memory for payloads. Its content is undefined.
     pub fn alloc_payloads(&self, bytes: u64) -> Result<DeviceSlice> {
         let payloads = &mut self.memory.borrow_mut().payloads;
@@ -254,6 +260,15 @@ impl<'a> Session<'a> {
         let kernel = self.device.kernels.hash(&self.device.context)?;
         // SAFETY: as for launches of the encoder's kernels. The nodes are zeros, and the stream orders the launches that use them.
         unsafe { plan.slice_after(None).queue(self.cx, kernel, self.raw(), launch) }
+    }
+
+    /// Queues the forming of lanes.
+    pub fn form(&self, ranges: &FormRanges) -> Result<()> {
+        let kernel = self.device.kernels.form(&self.device.context)?;
+        let uploaded = self.upload(&ranges.ranges)?;
+        let launch = FormLaunch { ranges: uploaded.address(), count: ranges.ranges.len() as u32, parts: ranges.parts };
+        // SAFETY: as for launches of the encoder's kernels. Later work of the session is queued after this.
+        unsafe { kernel.launch(self.cx, self.raw(), launch.parts, &launch) }
     }
 
     /// Queues a launch, unless there is no work.

@@ -1,13 +1,17 @@
 //! Base and target in device memory: the lanes of each entry of the pair.
 
+use super::form::{FormRange, FormRanges, Formed};
 use super::session::{Drained, Session};
+use crate::checkpoint::TensorInfo;
 use crate::cuda::abi::{self, EncodeChunk};
 use crate::cuda::checkpoint::DeviceCheckpoint;
+use crate::cuda::derived::{DerivedOnDevice, SourceTensor};
 use crate::cuda::rows::Rows;
 use crate::cuda::runtime::copies::CopyRows;
 use crate::cuda::runtime::memory::DeviceSlice;
+use crate::derived::Derived;
 use crate::encode::{Plan, Selection, low_bits};
-use crate::error::Result;
+use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 use crate::rectangle::Rectangle;
 use std::ops::Range;
@@ -18,22 +22,27 @@ const ALIGN: u64 = 16;
 /// The lanes of a tensor, or of a part of a tensor.
 #[derive(Debug, Clone)]
 pub(super) struct Lanes {
+    /// Of a derived base, the memory of the base tensor.
     pub memory: DeviceSlice,
     pub rows: Option<Rows>,
+    /// How the lanes of a derived base are formed.
+    pub formed: Option<Box<Formed>>,
 }
 
 impl Lanes {
     /// Size without gaps in bytes.
-    fn bytes(&self) -> u64 {
-        match self.rows {
-            Some(Rows { bytes, pitch }) if self.memory.bytes() > 0 => ((self.memory.bytes() - bytes) / pitch + 1) * bytes,
-            _ => self.memory.bytes(),
+    pub fn bytes(&self) -> u64 {
+        match (&self.formed, self.rows) {
+            (Some(formed), _) => formed.bytes(),
+            (None, Some(Rows { bytes, pitch })) if self.memory.bytes() > 0 => ((self.memory.bytes() - bytes) / pitch + 1) * bytes,
+            (None, _) => self.memory.bytes(),
         }
     }
 
-    /// Whether kernels need a copy of the lanes: they read lanes without gaps, at whole multiples of their size.
+    /// Whether kernels need a copy of the lanes: they read lanes without gaps, at whole multiples of their size, and do not form
+    /// them.
     fn needs_copy(&self, width: u64) -> bool {
-        self.rows.is_some() || !self.memory.address().is_multiple_of(width)
+        self.formed.is_some() || self.rows.is_some() || !self.memory.address().is_multiple_of(width)
     }
 
     /// The copies that put bytes `range` of the lanes, without gaps, at address `to`: at most three.
@@ -68,7 +77,7 @@ impl Source {
     /// Finds the memory of all entries. The plans are those of the selection.
     ///
     /// # Errors
-    /// Those of [`DeviceCheckpoint::memory_of`].
+    /// Those of [`DeviceCheckpoint::memory_of`] and of [`Formed::new`].
     pub fn new(
         base: Option<&DeviceCheckpoint>,
         target: &DeviceCheckpoint,
@@ -83,12 +92,15 @@ impl Source {
             let lanes = |what, checkpoint: &DeviceCheckpoint, tensor_index, shape: &[u64]| -> Result<_> {
                 let rectangle = part.clone().unwrap_or_else(|| Rectangle::whole(shape));
                 let (memory, rows) = checkpoint.memory_of(what, tensor_index, &rectangle)?;
-                Ok(Lanes { memory, rows })
+                Ok(Lanes { memory, rows, formed: None })
             };
             targets.push(lanes("target", target, selection.target_tensor(plan.target as usize), shape)?);
             if let (Some(base), Some(i), Some(infos)) = (base, plan.base, selection.base()) {
-                let i = i as usize;
-                bases[i] = Some(lanes("base", base, selection.base_tensor(i), &infos.tensors()[i].shape)?);
+                let (tensors, i) = (selection.base_tensors(i as usize), i as usize);
+                bases[i] = Some(match (&plan.derived, &tensors[..]) {
+                    (None, &[tensor]) => lanes("base", base, tensor, &infos.tensors()[i].shape)?,
+                    _ => derived_lanes(base, &tensors, plan, &selection.target().tensors()[plan.target as usize])?,
+                });
             }
         }
         Ok(Self { base: bases, target: targets })
@@ -97,7 +109,7 @@ impl Source {
     /// The lanes of one entry, whose base has the same memory.
     #[cfg(test)]
     pub fn of_one(memory: DeviceSlice, rows: Option<Rows>) -> Self {
-        let lanes = Lanes { memory, rows };
+        let lanes = Lanes { memory, rows, formed: None };
         Self { base: vec![Some(lanes.clone())], target: vec![lanes] }
     }
 
@@ -110,6 +122,11 @@ impl Source {
     /// The target lanes of an entry.
     pub fn target(&self, plan: &Plan) -> &Lanes {
         &self.target[plan.target as usize]
+    }
+
+    /// Size of the entries of lists that the base lanes of a chunk need, in bytes.
+    pub fn list_bytes(&self, plan: &Plan) -> u64 {
+        self.base(plan).and_then(|base| base.formed.as_ref()).map_or(0, |_| size_of::<FormRange>() as u64)
     }
 
     /// The bytes of memory that copies of the base and target lanes of a chunk need, per lane.
@@ -156,17 +173,41 @@ impl Source {
             return Ok((described, None));
         }
         let memory = session.alloc(bytes)?;
+        let mut formed = FormRanges::default();
         let queued = copied.into_iter().try_for_each(|(i, source, range, offset, is_base)| {
             let to = memory.address() + offset;
             *(if is_base { &mut described[i].base } else { &mut described[i].target }) = to;
+            if let Some(how) = &source.formed {
+                formed.push(how, range, to);
+                return Ok(());
+            }
             source.copies(range, to).into_iter().try_for_each(|(to, rows)| session.copy_rows(to, rows))
         });
+        let queued = queued.and_then(|()| if formed.ranges.is_empty() { Ok(()) } else { session.form(&formed) });
         if queued.is_err() {
             // Before the memory is freed.
             drop(Drained(session));
         }
         queued.map(|()| (described, Some(memory)))
     }
+}
+
+/// The base lanes of an entry with a derived base, which are formed from these tensors of the base.
+fn derived_lanes(base: &DeviceCheckpoint, tensors: &[usize], plan: &Plan, target: &TensorInfo) -> Result<Lanes> {
+    let missing = || Error::InvalidArgument(format!("a derived base of tensor {} without its tensors", Escaped(&target.name)));
+    let spec = plan.derived.as_deref().ok_or_else(missing)?;
+    let part = plan.part.as_ref().map(|part| Rectangle::new(part.origin.clone(), target.shape.clone()));
+    let whole = plan.part.as_ref().map_or(&target.shape, |part| &part.whole);
+    let scales = spec.scales.as_ref().map(|(form, name)| (*form, &name[..]));
+    let derived = Derived { base_dtype: spec.base_dtype, scales };
+    let derived = DerivedOnDevice::new(derived, whole, &part.unwrap_or_else(|| Rectangle::whole(whole)));
+    let &tensor = tensors.first().ok_or_else(missing)?;
+    let (memory, rows) = base.memory_of("base", tensor, &derived.base.rectangle)?;
+    let of_scales =
+        |(_, source): &(String, SourceTensor)| base.memory_of("base", *tensors.get(1).ok_or_else(missing)?, &source.rectangle);
+    let scales = derived.scales.as_ref().map(of_scales).transpose()?;
+    let formed = Formed::new(&target.name, &derived, (memory.clone(), rows), scales, (plan.dtype, plan.lanes))?;
+    Ok(Lanes { memory, rows, formed: Some(Box::new(formed)) })
 }
 
 #[cfg(test)]
@@ -178,7 +219,7 @@ mod tests {
         for (row, pitch, rows) in [(3u64, 7u64, 5u64), (4, 4, 3), (1, 9, 8), (10, 11, 1)] {
             // SAFETY: nothing is done with the memory.
             let memory = unsafe { DeviceSlice::from_raw(1000, (rows - 1) * pitch + row) };
-            let lanes = Lanes { memory, rows: Some(Rows::new(row, pitch)) };
+            let lanes = Lanes { memory, rows: Some(Rows::new(row, pitch)), formed: None };
             assert_eq!(lanes.bytes(), row * rows);
             for start in 0..=row * rows {
                 for end in start..=row * rows {

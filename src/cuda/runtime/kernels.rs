@@ -18,6 +18,7 @@ const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
 const HASH_PTX: &str = include_str!("../../../kernels/ptx/hash.ptx");
 const ENCODE_PLAN_PTX: &str = include_str!("../../../kernels/ptx/encode_plan.ptx");
 const ENCODE_WRITE_PTX: &str = include_str!("../../../kernels/ptx/encode_write.ptx");
+const ENCODE_FORM_PTX: &str = include_str!("../../../kernels/ptx/encode_form.ptx");
 const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
@@ -36,6 +37,7 @@ pub(in crate::cuda) struct Kernels {
     digests: Mutex<Option<Kernel>>,
     hash: Mutex<Option<Kernel>>,
     encoder: Mutex<Option<EncodeKernels>>,
+    form: Mutex<Option<Kernel>>,
     modules: Mutex<Vec<Module>>,
 }
 
@@ -95,9 +97,9 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
-        let (without_base, strided, derived, frames, digests, hash, encoder) = Default::default();
+        let (without_base, strided, derived, frames, digests, hash, encoder, form) = Default::default();
         let modules = Mutex::new(modules);
-        Ok(Self { raw, conditioned, layout, without_base, strided, derived, frames, digests, hash, encoder, modules })
+        Ok(Self { raw, conditioned, layout, without_base, strided, derived, frames, digests, hash, encoder, form, modules })
     }
 
     /// Returns a decoding kernel. A derived base has all lanes, so it needs no kernel for chunks without a base.
@@ -142,6 +144,11 @@ impl Kernels {
     /// Returns the kernel for hashes of memory.
     pub fn hash(&self, context: &Context) -> Result<Kernel> {
         load_once(&self.hash, context, |cx| self.load_more(cx, HASH_PTX, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
+    }
+
+    /// Returns the kernel that forms base lanes for an encoder.
+    pub fn form(&self, context: &Context) -> Result<Kernel> {
+        load_once(&self.form, context, |cx| self.load_more(cx, ENCODE_FORM_PTX, "tpde_encode_form", abi::FORM_THREADS, 0))
     }
 
     /// Returns the kernels of an encoder.

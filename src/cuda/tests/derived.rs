@@ -15,7 +15,7 @@ use crate::lane::Dtype;
 use crate::rectangle::{Rectangle, Runs};
 use crate::{Apply, Codec, Encode, EncodeOptions, Pair};
 
-type Owned = (TensorInfo, Vec<u8>);
+pub type Owned = (TensorInfo, Vec<u8>);
 
 /// A target tensor and the base tensors from which its base lanes are formed.
 pub struct Given {
@@ -37,7 +37,7 @@ fn noise(random: &mut Random, info: TensorInfo) -> Owned {
 }
 
 /// A cast between all bit patterns.
-fn cast(random: &mut Random, from: Dtype, to: Dtype, shape: &[u64]) -> Given {
+pub fn cast(random: &mut Random, from: Dtype, to: Dtype, shape: &[u64]) -> Given {
     let name = format!("{from}.{to}.{}", shape[0]);
     let mut base = noise(random, info(&name, from, shape));
     // Half of the lanes are near boundaries of rounding: the lower bits are those of a tie, or next to it.
@@ -51,7 +51,7 @@ fn cast(random: &mut Random, from: Dtype, to: Dtype, shape: &[u64]) -> Given {
     given(vec![base], &name, to, shape, None)
 }
 
-fn quantised(random: &mut Random, form: BaseForm, to: Dtype, shape: &[u64]) -> Given {
+pub fn quantised(random: &mut Random, form: BaseForm, to: Dtype, shape: &[u64]) -> Given {
     let name = format!("{form}.{to}.{}", shape.iter().map(|dim| format!("{dim}.")).collect::<String>());
     let [of_base, of_scales] = match form {
         BaseForm::Fp8Blocks => [name.clone(), format!("{name}_scale_inv")],

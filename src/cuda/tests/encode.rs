@@ -3,7 +3,7 @@
 use super::super::encode::Limits;
 use super::super::{DeviceCheckpoint, Encode, Encoder};
 use super::cases::{Random, random_lanes};
-use super::{derived, stand_in};
+use super::stand_in;
 use crate::encode::Favor;
 use crate::lane::Dtype;
 use crate::{Checkpoint, Codec, EncodeOptions, Error, FormatVersion, MemoryCheckpoint, Pair, SafetensorsCheckpoint, TensorInfo};
@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 /// Tensors of base and target, by name.
 #[derive(Default)]
-struct Tensors {
-    base: Vec<(TensorInfo, Vec<u8>)>,
-    target: Vec<(TensorInfo, Vec<u8>)>,
+pub(super) struct Tensors {
+    pub base: Vec<(TensorInfo, Vec<u8>)>,
+    pub target: Vec<(TensorInfo, Vec<u8>)>,
 }
 
 impl Tensors {
@@ -36,12 +36,12 @@ impl Tensors {
         self.target.push((info(target.len() / width), target));
     }
 
-    fn checkpoint(tensors: &[(TensorInfo, Vec<u8>)]) -> MemoryCheckpoint<'_> {
+    pub fn checkpoint(tensors: &[(TensorInfo, Vec<u8>)]) -> MemoryCheckpoint<'_> {
         MemoryCheckpoint::new(tensors.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap()
     }
 
     /// Encodes on both sides, and compares the pairs.
-    fn check(&self, options: &EncodeOptions, limits: Limits, what: &str) {
+    pub fn check(&self, options: &EncodeOptions, limits: Limits, what: &str) {
         let (base, target) = (Self::checkpoint(&self.base), Self::checkpoint(&self.target));
         let (expected, report) = crate::Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
         let device = super::device();
@@ -276,34 +276,6 @@ fn what_a_device_cannot_encode_is_refused() {
         let memory = device.alloc(bytes).unwrap();
         assert!(matches!(DeviceCheckpoint::new(device, [(info.clone(), memory)]), Err(Error::InvalidArgument(_))));
     }
-}
-
-/// Bases of every form: an error that names the tensor, and no files. Without derived bases: the bytes of the processor.
-#[test]
-#[ignore = "needs a CUDA device"]
-fn derived_bases_are_refused_or_left_out() {
-    let folder = tempfile::tempdir().unwrap();
-    let options = |derived| EncodeOptions::default().codec(Codec::Conditioned).derived(derived);
-    let device = super::device();
-    let mut forms = std::collections::BTreeSet::new();
-    for given in derived::all() {
-        let (info, formed) = &given.formed;
-        let mut bytes = formed.clone();
-        bytes[0] ^= 1;
-        let target = [(info.clone(), bytes)];
-        let [base, target] = [&given.base[..], &target].map(|t| DeviceCheckpoint::upload(device, &derived::memory(t)).unwrap());
-        let encode = Encode::new(&target).base(&base).options(options(true));
-        let error = encode.to_path(folder.path().join("pair")).unwrap_err();
-        let what = format!("the base of tensor {} has another dtype", info.name);
-        assert!(matches!(&error, Error::InvalidArgument(why) if why.contains(&what)), "{error}");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "{what}: something was published");
-        // One of each, of a size that the stand-in encodes soon.
-        let form = (given.base.iter().map(|(info, _)| info.dtype).collect::<Vec<_>>(), info.dtype, info.shape.len());
-        if formed.len() <= 1 << 14 && forms.insert(format!("{form:?}")) {
-            Tensors { base: given.base, target: vec![given.formed] }.check(&options(false), Limits::default(), &what);
-        }
-    }
-    assert!(forms.len() >= 12, "{forms:?}");
 }
 
 /// Real checkpoints, if `TPDE_PAIRS` names a folder with them, and every tensor repeated 24 times. Prints times.

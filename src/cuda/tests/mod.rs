@@ -11,6 +11,7 @@ mod derived_speed;
 mod digests;
 mod emulated;
 mod encode;
+mod encode_derived;
 mod encode_faults;
 mod encode_memory;
 mod encode_slices;
