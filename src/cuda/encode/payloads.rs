@@ -117,17 +117,18 @@ fn write_range(
     // The memory of each round is needed until the payloads are gathered.
     let mut rounds = Vec::new();
     while !pending.is_empty() {
+        // Chunks of an earlier round, or of an earlier range that ended before them: their exceptions are counted again.
+        for device in pending.iter().map(|&i| &wave.chunks[i].device).filter(|device| device.again != 0) {
+            let exceptions = offset_of!(EncodeState, exceptions) as u64;
+            session.clear(&wave.states.slice(device.state - wave.states.address() + exceptions, 8)?)?;
+        }
         rounds.push(encode_streams(session, tables, limits, wave, &pending, range.clone())?);
+        pending.iter().for_each(|&i| wave.chunks[i].device.again = 1);
         pending.retain(|&i| wave.chunks[i].state.overflow != 0);
         for &i in &pending {
             let device = &mut wave.chunks[i].device;
             // This room is always enough.
             device.words_scale = 256 * words_max(device) as u32;
-            device.again = 1;
-            // The exceptions are counted again.
-            let exceptions = offset_of!(EncodeState, exceptions) as u64;
-            let state = device.state - wave.states.address();
-            session.clear(&wave.states.slice(state + exceptions, 8)?)?;
         }
         // Some are encoded again; the chunk from which on there is too little memory begins the next range.
         let mut bytes = 0;
