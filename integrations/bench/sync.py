@@ -193,7 +193,7 @@ class Run:
                 "gigabits": gigabits,
                 "tpde": {"ms": round(took, 1), "bytes": done.bytes},
                 **rows,
-                "blocked_ms": {"one snapshot": sent["publish"], "two snapshots": sent["blocked"]},
+                "blocked_ms": {"publish": sent["publish"], "publish in a thread": sent["blocked"]},
                 "pause_ms": round(max(one[3] for one in every[1:]), 1),
                 "publisher_ms": sent,
                 "receiver_ms": {stage: round(max(one[0].get(stage, 0) for one in every[1:]), 1) for stage in every[1][0]},
