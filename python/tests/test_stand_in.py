@@ -28,7 +28,7 @@ def test_slices_on_the_stand_in(name: str, least: int, order: str) -> None:
     environment.pop("TPDE_GPU", None)
     tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tests.parent), str(tests)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = int(done.stdout.rsplit(" passed", 1)[0].split()[-1])
     assert passed >= least, done.stdout
