@@ -47,11 +47,12 @@ impl<'a> ChainStep<'a> {
 /// Every step compares the CRCs of payloads, the base sums and the target sums, and digests of payloads where the index has one
 /// per payload. The last step compares the digests of its targets. If all groups pass, all steps are done again, and the last
 /// one writes the slices. Both passes compare sums and CRCs. If payloads come from a file, which could change between the passes,
-/// both passes also compare digests.
+/// both passes also compare digests. If all slices fit in scratch memory and have no gaps between rows, there is no second pass:
+/// the targets are copied from there.
 ///
 /// Each tensor has one name in all steps, and in each step its base has the dtype and shape of its target.
 ///
-/// Cost: two decodings per step, and one hash of the slices. Scratch memory: 128 MiB, or the largest slice if that is larger.
+/// Cost: two decodings per step, or one and a copy, and one hash of the slices. Scratch memory: 128 MiB, or the largest slice if that is larger.
 /// A single step is an application with [`InPlace::AllChecked`], without this memory.
 #[derive(Debug)]
 #[must_use = "nothing is applied before `run` is called"]
@@ -94,7 +95,7 @@ impl<'a> ApplyChain<'a> {
     /// - [`Error::Step`] with the number of the step whose check failed, as [`Pending::wait`]. Nothing was written.
     /// - [`Error::InvalidArgument`] if there is no step, if slices and steps do not fit, see [`TensorSlice::in_place`] and
     ///   [`ApplyPlan::new`], or if the stream is of another device. Nothing was written.
-    /// - [`Error::Poisoned`] if the second pass fails: the device or the source of payloads failed, or payloads have changed.
+    /// - [`Error::Poisoned`] if the second pass or the copy fails: the device or the source of payloads failed, or payloads have changed.
     /// - [`Error::Device`] if memory or the driver fails. Nothing was written.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         let Some((last, _)) = self.steps.split_last() else {
@@ -113,6 +114,11 @@ impl<'a> ApplyChain<'a> {
         let scratch = last.index.device().alloc(limit.min(bytes.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum()))?;
         let groups = self.groups(&bytes, limit, &scratch)?;
         self.pass(&groups, stream, false).map_err(|(_, error)| error)?;
+        if let [only] = &groups[..]
+            && only.held.iter().all(|slice| slice.pitch.is_none())
+        {
+            return copy(only, stream).map_err(|error| self.poisoned(&tensors, &groups, error));
+        }
         self.pass(&groups, stream, true).map_err(|(written, error)| self.poisoned(&tensors, &groups[..written], error))
     }
 
@@ -174,6 +180,16 @@ impl<'a> ApplyChain<'a> {
         written.sort_unstable();
         Error::Poisoned { written, total: chunks_of(tensors).len() as u32, source: Box::new(source) }
     }
+}
+
+/// Copies the targets of a group to its slices, none of which has gaps between rows, and waits.
+fn copy(group: &Group<'_>, stream: &Stream) -> Result<()> {
+    for (held, scratch) in group.held.iter().zip(&group.scratch) {
+        if held.memory.bytes() != 0 {
+            stream.copy(&held.memory, &scratch.memory)?;
+        }
+    }
+    stream.record()?.wait()
 }
 
 /// The error of a step. Scratch memory that is a mixture harms nobody, so the cause of [`Error::Poisoned`] is the error.

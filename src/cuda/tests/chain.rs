@@ -287,7 +287,7 @@ fn steps_beside_single_applications() {
     let after = versions[count].repeat(tensors);
     crate::cuda::plan::targets::BATCH_OF_TEST.set(128 << 20);
     for digests in [false, true] {
-        let mut times = [Vec::new(), Vec::new()];
+        let mut times = [Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..if stand_in::is_used() { 1 } else { 5 } {
             restore();
             let begin = Instant::now();
@@ -304,12 +304,21 @@ fn steps_beside_single_applications() {
             ApplyChain::new(&steps, &slices).digests(digests).run(&stream).unwrap();
             times[1].push(begin.elapsed().as_secs_f64());
             assert!(read(device, &memory) == after);
+            restore();
+            let begin = Instant::now();
+            ApplyChain::new(&steps, &slices).digests(digests).scratch_bytes(memory.bytes()).run(&stream).unwrap();
+            times[2].push(begin.elapsed().as_secs_f64());
+            assert!(read(device, &memory) == after);
         }
-        let [singles, chain] = times.map(|mut times| {
+        let [singles, chain, at_once] = times.map(|mut times| {
             times.sort_by(f64::total_cmp);
             1e3 * times[times.len() / 2]
         });
-        let share = chain / singles;
-        eprintln!("digests {digests}: {count} applications {singles:.2} ms, one chain {chain:.2} ms, {share:.2} of that");
+        eprintln!(
+            "digests {digests}: {count} applications {singles:.2} ms, one chain {chain:.2} ms, with scratch memory for all slices \
+             {at_once:.2} ms: {:.2} and {:.2} of the applications",
+            chain / singles,
+            at_once / singles
+        );
     }
 }
