@@ -65,7 +65,7 @@ pub use application::Application;
 pub use application::outcome::{BadChunk, Captured, Pending};
 pub use chain::{ApplyChain, ChainStep};
 pub use checkpoint::DeviceCheckpoint;
-pub use encode::{Encode, Encoder};
+pub use encode::{Encode, Encoder, Encoding};
 pub use hashes::Hashes;
 pub use index::DeviceIndex;
 pub use nvcomp::Nvcomp;

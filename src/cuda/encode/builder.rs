@@ -6,6 +6,7 @@ use super::job::Job;
 use super::limits::Limits;
 use super::run::{check_codec, encode};
 use super::session::Encoder;
+use super::started::{Cancellable, Encoding, point_of};
 use crate::checkpoint::Checkpoint;
 use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::memory::PinnedBuffer;
@@ -19,6 +20,7 @@ use crate::safetensors::{check_composable, file_specs};
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
 use std::path::{Path, PathBuf};
+use std::thread::Scope;
 
 /// Encodes a target checkpoint in device memory as a pair: its difference from a base in device memory.
 ///
@@ -197,6 +199,45 @@ impl<'a> Encode<'a> {
         let blob = PinnedBlob::new(&self.target.device().inner);
         let (finished, report) = encode(&self.job(), Vec::new(), PairBuilder::new(blob, "memory".into(), self.options.form())?)?;
         Ok((Pair::new(finished.index, finished.blob.finish(&finished.blob_header)?)?, report))
+    }
+
+    /// Starts the encoding in a thread of a scope, and returns a handle of it. [`Encoding::wait`] returns what
+    /// [`Encode::to_pinned`] returns.
+    ///
+    /// Of a stream that [`Encode::after`] names, the encoding waits for the work that is queued before this call, and for no later
+    /// work. Until the encoding has ended, the tensors must not be written.
+    ///
+    /// ```no_run
+    /// # use tpde::cuda::{DeviceCheckpoint, Encode, Encoder, Stream};
+    /// # use tpde::{Codec, EncodeOptions};
+    /// # fn main() -> tpde::Result<()> {
+    /// # let (base, target, stream): (DeviceCheckpoint, DeviceCheckpoint, Stream) = todo!();
+    /// let encoder = Encoder::new();
+    /// let options = EncodeOptions::default().codec(Codec::Conditioned);
+    /// std::thread::scope(|scope| {
+    ///     let encode = Encode::new(&target).base(&base).options(options).after(&stream).encoder(&encoder);
+    ///     let encoding = encode.start(scope)?;
+    ///     // The host may do other work here.
+    ///     let (pair, report) = encoding.wait()?;
+    ///     # Ok::<(), tpde::Error>(())
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device) if the driver refuses to wait for the stream.
+    pub fn start<'scope>(mut self, scope: &'scope Scope<'scope, '_>) -> Result<Encoding<'scope>>
+    where
+        'a: 'scope,
+    {
+        let after = self.after.map(|stream| point_of(self.target.device(), stream)).transpose()?;
+        let watch = Cancellable::new(std::mem::take(&mut self.watcher));
+        let is_cancelled = watch.is_cancelled.clone();
+        let run = move || {
+            let encode = self.watch(&watch);
+            if let Some(after) = &after { encode.after(after) } else { encode }.to_pinned()
+        };
+        Ok(Encoding::new(scope, is_cancelled, run))
     }
 
     /// The checkpoints that were copied to the device.

@@ -15,6 +15,7 @@
 //! | `limits` | sizes of memory |
 //! | `job`, `run` | all of it |
 //! | `builder` | the builder `Encode` |
+//! | `started` | encodings that run in threads of their own |
 
 mod assembly;
 mod blob;
@@ -28,6 +29,7 @@ mod payloads;
 mod run;
 mod session;
 mod source;
+mod started;
 mod train;
 mod waves;
 
@@ -37,3 +39,4 @@ pub(in crate::cuda) use limits::{Limits, WORKERS};
 pub use session::Encoder;
 #[cfg(test)]
 pub(in crate::cuda) use session::STEP;
+pub use started::Encoding;

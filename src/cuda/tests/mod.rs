@@ -15,6 +15,7 @@ mod encode_derived;
 mod encode_faults;
 mod encode_memory;
 mod encode_slices;
+mod encode_started;
 mod frames;
 mod generated;
 mod given;
