@@ -76,7 +76,7 @@ pub trait Checkpoint: Sync {
     }
 
     /// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on, if the checkpoint stores that
-    /// rectangle apart from the rest of the tensor. Returns whether it does.
+    /// rectangle apart from the rest of the tensor, or must not be read between its runs. Returns whether it did.
     #[doc(hidden)]
     fn read_part(&self, _tensor_index: usize, _runs: &Runs, _offset: u64, _out: &mut [u8]) -> Result<bool> {
         Ok(false)

@@ -273,6 +273,22 @@ impl Runs {
         before + rest.min(self.run)
     }
 
+    /// Whether other rectangles of the tensor, which may overlap, have all these bytes.
+    pub fn is_covered_by(&self, others: &[Self]) -> bool {
+        let covered_from = |at: u64, other: &Self| {
+            let offset = other.before(at);
+            (offset < other.bytes() && other.at(offset) == at).then(|| other.run - offset % other.run)
+        };
+        let each = |at: u64, range: Range<usize>| {
+            let (mut at, end) = (at, at + range.len() as u64);
+            while at < end {
+                at += others.iter().filter_map(|other| covered_from(at, other)).max().ok_or(())?;
+            }
+            Ok::<_, ()>(())
+        };
+        self.try_each(0, self.bytes() as usize, each).is_ok()
+    }
+
     /// Goes through `size` bytes of the rectangle, from its byte `offset` on. For each run, calls `each` with the offset of
     /// the run in the tensor, and the range of the run within these bytes.
     pub fn try_each<E>(&self, offset: u64, size: usize, mut each: impl FnMut(u64, Range<usize>) -> Result<(), E>) -> Result<(), E> {

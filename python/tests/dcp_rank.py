@@ -102,12 +102,47 @@ def conflict(rank: int, ranks: int, folder: Path) -> str:
     return "no error"
 
 
+def numbers(step: int) -> dict[str, torch.Tensor]:
+    """Tensors that cannot be compressed, in four rows and in many."""
+    generator = torch.Generator().manual_seed(13)
+    wide = torch.randint(-(2**31), 2**31 - 1, (4, 1 << 20), dtype=torch.int32, generator=generator)
+    tall = torch.randint(-(2**31), 2**31 - 1, (1024, 2048), dtype=torch.int32, generator=generator)
+    wide[:, :: 50 + step] += step
+    tall[:: 1 + step] ^= step
+    return {"tall": tall, "wide": wide}
+
+
+def saved_otherwise(rank: int, ranks: int, folder: Path) -> str:
+    """Saves shards, against a version that was cut otherwise. Returns how much of the blobs was read."""
+    store, mesh = tpde.store.Store(folder / "store"), init_device_mesh("cpu", (ranks,))
+    step = store.version("main").number + 1
+    state = {name: distribute_tensor(one, mesh, [Shard(name == "wide")]) for name, one in numbers(step).items()}
+    cache = folder / f"cache-{step}-{rank}"
+
+    class Cached:
+        """Keeps what is read of a version."""
+
+        def __init__(self, of: Any) -> None:
+            self.of = of
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.of, name)
+
+        def open_version(self, version: str, **how: Any) -> Any:
+            return self.of.open_version(version, **{**how, "cache": str(cache)})
+
+    store._store = Cached(store._store)
+    dcp.save(state, storage_writer=tpde.dcp.StorageWriter(store, chunk_lanes=1 << 14))
+    blobs = [blob.stat() for blob in cache.glob("*.tpde-blob")]
+    return f"{sum(512 * blob.st_blocks for blob in blobs)} {sum(blob.st_size for blob in blobs)}"
+
+
 def main(what: str, rank: int, ranks: int, folder: Path, result: Path) -> None:
     """Runs in a process of its own. Writes `result` if it ends well."""
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / f"{what}{ranks}"), ranks)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    found = {"trained": trained, "loaded": loaded, "conflict": conflict}[what](rank, ranks, folder)
+    found = {"trained": trained, "loaded": loaded, "conflict": conflict, "saved_otherwise": saved_otherwise}[what](rank, ranks, folder)
     distributed.barrier()
     result.write_text(found or "done")
     os._exit(0)  # as in gloo_rank.py: without taking gloo down

@@ -58,6 +58,20 @@ def test_two_ranks_save_and_one_and_four_load(store: tpde.store.Store, tmp_path:
     assert store.verify(rebuild=True).faults == {}
 
 
+def test_shards_are_saved_against_versions_that_were_cut_otherwise(store: tpde.store.Store, tmp_path: Path) -> None:
+    writer = tpde.dcp.StorageWriter(store, chunk_lanes=1 << 14)
+    dcp.save(dcp_rank.numbers(0), storage_writer=writer, no_dist=True)
+    for ranks in (4, 3):
+        read = [[*map(int, one.split())] for one in run("saved_otherwise", ranks, tmp_path)]
+        # A shard, and chunks that it shares with others.
+        assert all(0 < found < size * (1 / ranks + 0.1) for found, size in read), read
+    assert [one.content for one in store.log()] == ["difference", "difference", "whole"]
+    for step in range(3):
+        found = {name: torch.zeros_like(one) for name, one in dcp_rank.numbers(step).items()}
+        dcp.load(found, storage_reader=tpde.dcp.StorageReader(store, f"main@{step}"), no_dist=True)
+        assert all(torch.equal(found[name], one) for name, one in dcp_rank.numbers(step).items()), step
+
+
 def test_a_conflict_is_told_to_all_ranks(store: tpde.store.Store, tmp_path: Path) -> None:
     store.put({"w": torch.zeros(3)})
     assert run("conflict", 2, tmp_path) == ["Conflict"] * 2

@@ -153,8 +153,9 @@ class StorageWriter(_storage.StorageWriter):
             if step.base is None:
                 _tpde.encode_memory(described, pair, base=None, options=self._options, replace=False, progress=None)
             else:
-                # Whole tensors: the encoder also reads base lanes beside those of the shards.
-                parts = {one.name: [([0] * len(one.shape), [*one.shape])] for one in slices if one.shape is not None}
+                parts: dict[str, list[tuple[list[int], list[int]]]] = {}
+                for (name, *_), origin, extent, _ in described:
+                    parts.setdefault(name, []).append((origin, extent))
                 base = self.store._store.open_version(step.base, parts=parts, have=[], cache=None)
                 base.encode(described, pair, options=self._options, progress=None)
             if not step.is_alone:

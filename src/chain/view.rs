@@ -12,7 +12,7 @@ use crate::index::Tensor;
 use crate::reader::Pair;
 use crate::rectangle::{Rectangle, Runs};
 use crate::source::Source;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::PoisonError;
 
@@ -51,8 +51,8 @@ const KEPT_BYTES: u64 = 64 << 20;
 ///
 /// Every chunk that is rebuilt has passed the checks of its CRC-32 and of its base and target sums, in each step. The digests of
 /// payloads are compared where an index stores them. [`Apply`](crate::Apply), [`Encode::fold`](crate::Encode::fold) and
-/// [`Encode::revert`](crate::Encode::revert) also compare the digests of the tensors that they read from a chain with those of its
-/// last step, so their result is that of the last pair. Digests of tensors between base and last step are compared in the indexes
+/// [`Encode::revert`](crate::Encode::revert) also compare the digests of the tensors and parts that they read completely from a chain
+/// with those of its last step, so their result is that of the last pair. Digests of tensors between base and last step are compared in the indexes
 /// alone.
 ///
 /// Memory: the indexes of the pairs, for each step some buffers per thread, and up to 64 MiB of the last version. If chunks of a
@@ -122,6 +122,12 @@ impl<'a, B: Source> Chain<'a, B> {
         names::cuts_back(self.base, &self.steps)
     }
 
+    /// All bytes of a tensor.
+    fn all_of(&self, tensor_index: usize) -> Runs {
+        let info = &self.tensors()[tensor_index];
+        Runs::new(info.dtype.bits(), &info.shape, &[], &info.shape)
+    }
+
     pub(super) fn steps(&self) -> &[Step<'a, B>] {
         &self.steps
     }
@@ -170,6 +176,15 @@ impl<'a, B: Source> Chain<'a, B> {
         Err(Error::InvalidArgument(format!("the chain gives only some parts of tensor {name}, or it has no such bytes")))
     }
 
+    /// Fills `out` with bytes of a rectangle of a tensor after `level` steps. No bytes between the runs are rebuilt: the pairs may
+    /// lack their payloads, and rebuilding them costs more than a call per run.
+    fn read_rectangle(&self, level: usize, tensor_index: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<()> {
+        if level == 0 {
+            return read_runs(self.base, tensor_index, runs, offset, out);
+        }
+        runs.try_each(offset, out.len(), |at, range| self.read_tensor(level, tensor_index, at, &mut out[range]))
+    }
+
     /// Fills `out` with bytes of an entry of a step. Returns their chunk sum if it is known.
     fn read_entry(&self, step: usize, entry: usize, offset: u64, out: &mut [u8]) -> Result<Option<u64>> {
         let base = |tensor: &Tensor<'_>, offset, lanes: &mut [u8]| self.read_base(step, tensor, offset, lanes);
@@ -193,13 +208,7 @@ impl<'a, B: Source> Chain<'a, B> {
                 self.steps[step].formed[formed].read(&Version { chain: self, level: step }, offset, from_base)?;
             }
             (BaseLanes::Tensor(tensor_index), None) => self.read_tensor(step, tensor_index, offset, from_base)?,
-            (BaseLanes::Tensor(tensor_index), Some(runs)) if step == 0 => {
-                read_runs(self.base, tensor_index, runs, offset, from_base)?;
-            }
-            (BaseLanes::Tensor(tensor_index), Some(runs)) => {
-                let size = from_base.len();
-                runs.try_each(offset, size, |at, range| self.read_tensor(step, tensor_index, at, &mut from_base[range]))?;
-            }
+            (BaseLanes::Tensor(tensor_index), Some(runs)) => self.read_rectangle(step, tensor_index, runs, offset, from_base)?,
         }
         Ok(None)
     }
@@ -266,7 +275,7 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
         let Some(last) = self.steps.len().checked_sub(1) else { return self.base.read_part(tensor_index, runs, offset, out) };
         match self.steps[last].entry_of(tensor_index, Some(runs)) {
             Some(entry) => self.read_entry(last, entry, offset, out).map(|_| true),
-            None => Ok(false),
+            None => self.read_rectangle(last + 1, tensor_index, runs, offset, out).map(|()| true),
         }
     }
 
@@ -307,17 +316,24 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
     fn check_digests(&self, read: &mut dyn Iterator<Item = ReadDigest<'_>>) -> Result<()> {
         let Some(last) = self.steps.len().checked_sub(1) else { return self.base.check_digests(read) };
         let of = &self.steps[last];
-        let mut others = BTreeSet::new();
+        let mut others = BTreeMap::<usize, Vec<Runs>>::new();
         for ReadDigest { tensor_index, runs, digest } in read {
             match of.entry_of(tensor_index, runs.as_ref()).zip(digest) {
                 Some((entry, digest)) => self.check_target(last, entry, digest)?,
-                None => _ = others.insert(tensor_index),
+                None => others.entry(tensor_index).or_default().push(runs.unwrap_or_else(|| self.all_of(tensor_index))),
             }
         }
-        // These tensors were read in other parts than those that have digests, so they are read again.
-        for entry in others.into_iter().flat_map(|tensor_index| of.entries(tensor_index)) {
-            let hash = hash_tensor(&Entry::new(self, last, entry), 0, &|_| {})?;
-            self.check_target(last, entry, &short(&hash))?;
+        // These tensors were read in other parts than those that have digests. Entries that were read completely are read again.
+        // Of other entries the pairs may lack payloads; their chunks were compared with their sums.
+        for (tensor_index, read) in others {
+            for entry in of.entries(tensor_index) {
+                let runs = of.runs(entry).cloned().unwrap_or_else(|| self.all_of(tensor_index));
+                if !runs.is_covered_by(&read) {
+                    continue;
+                }
+                let hash = hash_tensor(&Entry::new(self, last, entry), 0, &|_| {})?;
+                self.check_target(last, entry, &short(&hash))?;
+            }
         }
         Ok(())
     }
@@ -343,7 +359,10 @@ impl<B: Source> Checkpoint for Version<'_, '_, B> {
     }
 
     fn read_part(&self, tensor_index: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<bool> {
-        if self.level == 0 { self.chain.base.read_part(tensor_index, runs, offset, out) } else { Ok(false) }
+        if self.level == 0 {
+            return self.chain.base.read_part(tensor_index, runs, offset, out);
+        }
+        self.chain.read_rectangle(self.level, tensor_index, runs, offset, out).map(|()| true)
     }
 
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {

@@ -56,9 +56,9 @@ impl Formed {
         Self { dtype, base_dtype: form.base_dtype(), shape, base: of_base, scales, scales_shape, scales_origin }
     }
 
-    /// The base tensor and the tensor of scales.
-    pub fn tensors(&self) -> (usize, Option<usize>) {
-        (self.base.tensor, self.scales.as_ref().map(|(_, scales)| scales.tensor))
+    /// The regions of the base tensor and of the tensor of scales.
+    pub fn regions(&self) -> (&Region, Option<&Region>) {
+        (&self.base, self.scales.as_ref().map(|(_, scales)| scales))
     }
 
     /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are formed. For a quantised base, `false`

@@ -21,11 +21,11 @@ impl Piece {
         Self::Of(Region { tensor, runs })
     }
 
-    /// The tensors of the other checkpoint that the piece needs.
-    pub fn tensors(&self) -> impl Iterator<Item = usize> {
+    /// The regions of the other checkpoint that the piece needs.
+    pub fn regions(&self) -> impl Iterator<Item = &Region> {
         let (first, second) = match self {
-            Piece::Of(region) => (region.tensor, None),
-            Piece::Formed(formed) => formed.tensors(),
+            Piece::Of(region) => (region, None),
+            Piece::Formed(formed) => formed.regions(),
         };
         std::iter::once(first).chain(second)
     }
@@ -57,7 +57,12 @@ impl<'a> Cut<'a> {
 
     /// The tensors of the other checkpoint that a piece needs.
     pub fn tensors_of(&self, piece: usize) -> impl Iterator<Item = usize> {
-        self.pieces[piece].tensors()
+        self.regions_of(piece).map(|region| region.tensor)
+    }
+
+    /// The regions of the other checkpoint that a piece needs.
+    pub fn regions_of(&self, piece: usize) -> impl Iterator<Item = &Region> {
+        self.pieces[piece].regions()
     }
 }
 

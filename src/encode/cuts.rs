@@ -56,6 +56,14 @@ impl<'a> Selection<'a> {
         cut.map_or_else(|| vec![number], |base| base.tensors_of(number).collect())
     }
 
+    /// What a tensor of [`base`](Self::base) is read from: numbers of tensors of the whole base, and rectangles of them, or `None`
+    /// for all of the tensor.
+    pub fn base_regions(&self, number: usize) -> Vec<(usize, Option<Runs>)> {
+        let cut = self.entries.as_ref().and_then(|entries| entries.base.as_ref());
+        let regions = |base: &Cut<'_>| base.regions_of(number).map(|region| (region.tensor, region.runs.clone())).collect();
+        cut.map_or_else(|| vec![(number, None)], regions)
+    }
+
     /// The number, in the whole target, of a tensor of [`target`](Self::target).
     #[cfg(feature = "cuda")]
     pub fn target_tensor(&self, number: usize) -> usize {

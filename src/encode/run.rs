@@ -15,6 +15,7 @@ use crate::derived::BaseForm;
 use crate::error::{Error, Escaped, Result};
 use crate::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
 use crate::lane::Dtype;
+use crate::rectangle::Runs;
 use crate::watch::Progress;
 use crate::writer::{FileSpec, Finished, PairBuilder};
 use serde::Serialize;
@@ -179,29 +180,36 @@ pub(super) fn encode_holding<W: Write>(
     let finished = builder.finish()?;
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
-    check_digests(&finished, whole_base, whole_target)?;
+    // The digest of a derived base is that of the formed lanes.
+    let derived = plans.iter().filter(|plan| plan.derived.is_some() && plan.way.get().is_some_and(|way| way.from_base));
+    let formed_from = derived.filter_map(|plan| plan.base).flat_map(|i| selection.base_regions(i as usize));
+    check_digests(&finished, whole_base, whole_target, formed_from)?;
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
     let report = report(&finished, whole_base, bases);
     Ok((finished, report))
 }
 
-/// Lets base and target compare the digests of the tensors that were read.
-fn check_digests<W>(finished: &Finished<W>, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> Result<()> {
+/// Lets base and target compare the digests of the tensors that were read. `formed_from` are base tensors, or rectangles of them,
+/// from which lanes were formed.
+fn check_digests<W>(
+    finished: &Finished<W>,
+    base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    formed_from: impl Iterator<Item = (usize, Option<Runs>)>,
+) -> Result<()> {
     let entries = || finished.index.tensors();
     target.check_digests(&mut entries().filter_map(|tensor| {
         let tensor_index = target.find(tensor.name)?;
         Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: Some(tensor.target_digest()) })
     }))?;
     let Some(base) = base else { return Ok(()) };
-    let with_base = entries().filter(|tensor| tensor.base_kind != BaseKind::None);
-    base.check_digests(&mut with_base.flat_map(|tensor| {
-        // The digest of a derived base is that of the formed lanes.
-        let digest = Some(tensor.base_digest()).filter(|_| tensor.derived.is_none());
-        let runs = tensor.runs().filter(|_| tensor.derived.is_none());
-        let read = |tensor_index| ReadDigest { tensor_index, runs: runs.clone(), digest };
-        let names = [Some(tensor.base_name), tensor.scales().map(|(name, ..)| name)];
-        names.into_iter().flatten().filter_map(|name| base.find(name)).map(read).collect::<Vec<_>>()
-    }))
+    let copied = entries().filter(|tensor| tensor.base_kind != BaseKind::None && tensor.derived.is_none());
+    let copied = copied.filter_map(|tensor| {
+        let tensor_index = base.find(tensor.base_name)?;
+        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: Some(tensor.base_digest()) })
+    });
+    let formed_from = formed_from.map(|(tensor_index, runs)| ReadDigest { tensor_index, runs, digest: None });
+    base.check_digests(&mut copied.chain(formed_from))
 }
 
 pub(crate) fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {

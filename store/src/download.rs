@@ -171,7 +171,7 @@ impl Cache<'_> {
                 }
             }
         }
-        (missing, wanted.bases(&entries))
+        (missing, Wanted::bases(&entries))
     }
 
     /// Pairs with the payloads of the chunks that have wanted elements of the last one, and of what these are made from in the pairs

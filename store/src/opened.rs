@@ -71,8 +71,8 @@ pub(crate) fn open_version(
     fs::create_dir_all(&path).map_err(|e| Error::io("create", &path, e))?;
     let cache = Cache { remote: &prefix.remote, folder: &path, watch: options.watch.unwrap_or(NOBODY) };
     let select = |index: &ValidatedIndex| match parts {
-        Some(parts) => Ok(Wanted::of(parts.clone()).whole_entries()),
-        None => Ok(options.wanted(&version, index)?.whole_entries()),
+        Some(parts) => Ok(Wanted::of(parts.clone())),
+        None => options.wanted(&version, index),
     };
     let select = (parts.is_some() || options.is_selection()).then_some(&select as Select<'_>);
     let (base, left_out) = reach(&mut catalog, &cache, &version, Start::Get(&have), select, |route, pairs| {

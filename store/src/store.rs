@@ -310,8 +310,8 @@ impl Store {
     /// Reads the pairs of a version into a local folder: [`GetOptions::cache`], or a temporary one. Its tensors can then be read, in
     /// whole or in part, without rebuilding it as files, and be the base of a pair.
     ///
-    /// `parts` has rectangles by name of the tensor. If it is given, only parts of the pairs that have elements of these rectangles are
-    /// read. With [`GetOptions::tensors`] or [`GetOptions::select`], only parts with elements of the selection are read. It is then an
+    /// `parts` has rectangles by name of the tensor. If it is given, only the chunks that have elements of these rectangles are
+    /// read. With [`GetOptions::tensors`] or [`GetOptions::select`], only chunks with elements of the selection are read. It is then an
     /// error to read others.
     ///
     /// # Errors

@@ -14,35 +14,25 @@ enum Elements {
 
 /// What is wanted of tensors, by name.
 #[derive(Default)]
-pub(crate) struct Wanted {
-    elements: HashMap<String, Vec<Elements>>,
-    /// Whether all chunks of an entry are wanted if one is: an encoder also reads base lanes beside those that it encodes.
-    whole_entries: bool,
-}
+pub(crate) struct Wanted(HashMap<String, Vec<Elements>>);
 
 impl Wanted {
     /// Rectangles of tensors.
     pub fn of(rectangles: impl IntoIterator<Item = (String, Vec<Rectangle>)>) -> Self {
         let within = |one: Vec<Rectangle>| one.into_iter().map(Elements::Within).collect();
-        let elements = rectangles.into_iter().map(|(name, one)| (name, within(one))).collect();
-        Self { elements, whole_entries: false }
-    }
-
-    /// The same, and all other chunks of the entries that have some of it.
-    pub fn whole_entries(self) -> Self {
-        Self { whole_entries: true, ..self }
+        Self(rectangles.into_iter().map(|(name, one)| (name, within(one))).collect())
     }
 
     /// What these entries and chunks of them are made from.
-    pub fn bases<'a>(&self, entries: impl IntoIterator<Item = &'a (Tensor<'a>, Vec<u32>)>) -> Self {
-        let mut bases = Self { elements: HashMap::new(), whole_entries: self.whole_entries };
+    pub fn bases<'a>(entries: impl IntoIterator<Item = &'a (Tensor<'a>, Vec<u32>)>) -> Self {
+        let mut bases = Self::default();
         entries.into_iter().for_each(|(entry, chunks)| bases.add_bases(entry, chunks));
         bases
     }
 
     /// The chunks of an entry that have wanted elements, in ascending order.
     pub fn chunks(&self, entry: &Tensor<'_>) -> Vec<u32> {
-        let Some(wanted) = self.elements.get(entry.name) else { return Vec::new() };
+        let Some(wanted) = self.0.get(entry.name) else { return Vec::new() };
         let (of_entry, extent) = (entry.rectangle(), entry.shape);
         let wanted: Vec<_> = wanted.iter().filter_map(|elements| elements.within(&of_entry)).collect();
         let has = |chunk: &u32| {
@@ -53,9 +43,6 @@ impl Wanted {
                 Elements::Run(_, run) => run.start < range.end && range.start < run.end,
             })
         };
-        if self.whole_entries {
-            return if entry.chunks().any(|chunk| has(&chunk)) { entry.chunks().collect() } else { Vec::new() };
-        }
         entry.chunks().filter(has).collect()
     }
 
@@ -64,7 +51,7 @@ impl Wanted {
         if chunks.is_empty() || entry.base_kind == BaseKind::None {
             return;
         }
-        let of_base = self.elements.entry(entry.base_name.to_owned()).or_default();
+        let of_base = self.0.entry(entry.base_name.to_owned()).or_default();
         if entry.base_kind != BaseKind::Same {
             of_base.push(Elements::All);
         } else {
@@ -74,7 +61,7 @@ impl Wanted {
             }
         }
         if let Some((scales, ..)) = entry.scales() {
-            self.elements.entry(scales.to_owned()).or_default().push(Elements::All);
+            self.0.entry(scales.to_owned()).or_default().push(Elements::All);
         }
     }
 }
