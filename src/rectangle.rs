@@ -346,6 +346,24 @@ mod tests {
 
     proptest! {
         #[test]
+        fn runs_are_covered_if_all_their_elements_are(
+            (shape, origin, extent) in rectangles(),
+            others in prop::collection::vec((any::<u64>(), any::<u64>()), 0..4),
+        ) {
+            let cut = |(a, b): (u64, u64)| -> (Vec<u64>, Vec<u64>) {
+                let origin: Vec<_> = shape.iter().map(|dim| a % 3 % dim).collect();
+                let extent = shape.iter().zip(&origin).map(|(dim, origin)| 1 + b % (dim - origin)).collect();
+                (origin, extent)
+            };
+            let others: Vec<_> = others.into_iter().map(cut).collect();
+            let covered: Vec<_> = others.iter().flat_map(|(origin, extent)| elements(&shape, origin, extent)).collect();
+            let expected = elements(&shape, &origin, &extent).iter().all(|element| covered.contains(element));
+            let runs = |origin: &[u64], extent: &[u64]| Runs::new(16, &shape, origin, extent);
+            let others: Vec<_> = others.iter().map(|(origin, extent)| runs(origin, extent)).collect();
+            prop_assert_eq!(runs(&origin, &extent).is_covered_by(&others), expected);
+        }
+
+        #[test]
         fn runs_are_the_elements_of_a_rectangle((shape, origin, extent) in rectangles(), from in any::<u64>(), to in any::<u64>()) {
             let expected = elements(&shape, &origin, &extent);
             let runs = Runs::new(16, &shape, &origin, &extent);

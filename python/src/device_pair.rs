@@ -15,7 +15,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use tpde::cuda::{
-    Application, ApplyPlan, Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer, TensorSlice,
+    Application, ApplyChain, ApplyPlan, Binding, ChainStep, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending,
+    PinnedBuffer, TensorSlice,
 };
 use tpde::{Apply, Error, Escaped, FileSource, InPlace, Result, Source};
 
@@ -178,6 +179,57 @@ impl DevicePair {
         Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, bound))) })
     }
 
+    /// Size in bytes of the scratch memory in which [`Self::apply_chain`] checks the pairs of a chain.
+    #[staticmethod]
+    fn chain_bytes(py: Python<'_>, pairs: Vec<Py<Self>>, tensors: Tensors) -> PyResult<u64> {
+        let is_whole = matches!(tensors, Tensors::Whole(_));
+        let tensors = tensors.unowned(py);
+        let bytes = || -> Result<u64> {
+            let (steps, bound) = (steps(&pairs), bound_to_last(&pairs, tensors, is_whole)?);
+            ApplyChain::new(&steps, &bound.slices()?).bytes()
+        };
+        bytes().map_err(|e| errors::to_python(py, &e))
+    }
+
+    /// Applies the pairs of a chain to tensors or slices in place, in the order of a stream, with all checks of all pairs before the
+    /// first write. Waits, and returns whether they were changed; false if they are the last target already. The caller must hold the
+    /// memory of all tensors.
+    #[staticmethod]
+    #[pyo3(signature = (pairs, tensors, stream, scratch, *, progress))]
+    fn apply_chain(
+        py: Python<'_>,
+        pairs: Vec<Py<Self>>,
+        tensors: Tensors,
+        stream: usize,
+        scratch: DeviceMemory,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<bool> {
+        let is_whole = matches!(tensors, Tensors::Whole(_));
+        let tensors = tensors.unowned(py);
+        let total = tensors.iter().map(SliceMemory::size).sum();
+        run(py, progress, total, |steering| {
+            let (steps, bound) = (steps(&pairs), bound_to_last(&pairs, tensors, is_whole)?);
+            // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
+            let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
+            // SAFETY: the Python half holds the tensor until this call returns.
+            let scratch = unsafe { slice(scratch) };
+            match ApplyChain::new(&steps, &bound.slices()?).scratch(scratch).run(&stream) {
+                Ok(()) => tpde::Watch::done(steering, total).map(|()| true),
+                // Nothing was written, so the tensors are compared with the last target and with the first base.
+                Err(Error::Step { number: 1, pair, source }) => {
+                    if let Error::Invalid(invalid) = &*source
+                        && let Error::AlreadyApplied = bound.explain(Error::Invalid(invalid.clone()), steering)
+                    {
+                        return Ok(false);
+                    }
+                    let source = Box::new(bound.of(&pairs[0]).explain(*source, steering));
+                    Err(Error::Step { number: 1, pair, source })
+                }
+                Err(error) => Err(error),
+            }
+        })
+    }
+
     /// Plans how a tensor is rebuilt from payloads that are on the device. `part` holds the bytes of the blob from `start` on.
     fn plan(&self, py: Python<'_>, output: Memory, base: Vec<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
         let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned(py));
@@ -211,6 +263,18 @@ impl DevicePair {
     }
 }
 
+/// The steps of a chain.
+fn steps(pairs: &[Py<DevicePair>]) -> Vec<ChainStep<'static>> {
+    pairs.iter().map(|pair| ChainStep::new(&pair.get().index, pair.get().stored())).collect()
+}
+
+/// Tensors in place, bound to the last pair of a chain.
+fn bound_to_last(pairs: &[Py<DevicePair>], tensors: Vec<SliceMemory>, is_whole: bool) -> Result<Bound> {
+    let last = pairs.last().ok_or_else(|| Error::InvalidArgument("no pair is given".into()))?.get();
+    let (pair, index, mode) = (last.pair.clone(), last.index.clone(), Mode::InPlace(InPlace::AllChecked));
+    Ok(Bound { pair, index, mode, is_whole, tensors, base: Vec::new() })
+}
+
 /// The blob of a pair as a source.
 struct Blob(Arc<tpde::Pair<FileSource>>);
 
@@ -241,8 +305,13 @@ struct Bound {
 }
 
 impl Bound {
-    /// Binds tensors to their bases.
-    fn bindings(&self) -> Result<Vec<Binding>> {
+    /// The same tensors, bound to another pair.
+    fn of(self, pair: &Py<DevicePair>) -> Self {
+        Self { pair: pair.get().pair.clone(), index: pair.get().index.clone(), ..self }
+    }
+
+    /// The tensors that are wanted: each memory once.
+    fn wanted(&self) -> Result<Vec<&SliceMemory>> {
         let index = self.pair.index();
         let mut wanted = vec![true; self.tensors.len()];
         if self.is_whole {
@@ -254,15 +323,24 @@ impl Bound {
                 pair::check_type(&tensor.0, &index.find(name).ok_or_else(|| pair::unknown(name))?)?;
             }
         }
-        let tensors: Vec<_> = self.tensors.iter().zip(wanted).filter_map(|(tensor, wanted)| wanted.then_some(tensor)).collect();
+        Ok(self.tensors.iter().zip(wanted).filter_map(|(tensor, wanted)| wanted.then_some(tensor)).collect())
+    }
+
+    /// The memory of the tensors that are wanted.
+    fn slices(&self) -> Result<Vec<TensorSlice<'_>>> {
         // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device, and the caller holds them
         // until the streams that use them have finished.
-        let slices: Vec<_> = tensors.iter().map(|tensor| unsafe { tensor.on_device() }).collect();
+        Ok(self.wanted()?.into_iter().map(|tensor| unsafe { tensor.on_device() }).collect())
+    }
+
+    /// Binds tensors to their bases.
+    fn bindings(&self) -> Result<Vec<Binding>> {
+        let slices = self.slices()?;
         if self.mode != Mode::OutOfPlace {
             return TensorSlice::in_place(&self.index, &slices);
         }
-        self.check_bases(&tensors)?;
-        // SAFETY: as above.
+        self.check_bases(&self.wanted()?)?;
+        // SAFETY: as in `slices`.
         let base: Vec<_> = self.base.iter().map(|tensor| unsafe { tensor.on_device() }).collect();
         TensorSlice::out_of_place(&self.index, &slices, &base)
     }
@@ -300,7 +378,7 @@ impl Bound {
         let held = if in_place { &self.tensors } else { &self.base };
         let mut names = std::collections::HashSet::new();
         let slices = held.iter().filter(|slice| !self.is_whole || names.insert(slice.0.name())).map(|slice| {
-            // SAFETY: as in `bindings`. Each read waits for its copy.
+            // SAFETY: as in `slices`. Each read waits for its copy.
             Ok((slice.0.dtype()?, slice.0.shape().to_vec(), unsafe { slice.on_device() }))
         });
         let slices: Result<Vec<_>> = slices.collect();

@@ -131,8 +131,12 @@ def saved_otherwise(rank: int, ranks: int, folder: Path) -> str:
         def open_version(self, version: str, **how: Any) -> Any:
             return self.of.open_version(version, **{**how, "cache": str(cache)})
 
-    store._store = Cached(store._store)
-    dcp.save(state, storage_writer=tpde.dcp.StorageWriter(store, chunk_lanes=1 << 14))
+    class Store(tpde.store.Store):
+        @property
+        def _store(self) -> Any:
+            return Cached(super()._store)
+
+    dcp.save(state, storage_writer=tpde.dcp.StorageWriter(Store(folder / "store"), chunk_lanes=1 << 14))
     blobs = [blob.stat() for blob in cache.glob("*.tpde-blob")]
     return f"{sum(512 * blob.st_blocks for blob in blobs)} {sum(blob.st_size for blob in blobs)}"
 
@@ -142,7 +146,9 @@ def main(what: str, rank: int, ranks: int, folder: Path, result: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / f"{what}{ranks}"), ranks)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    found = {"trained": trained, "loaded": loaded, "conflict": conflict, "saved_otherwise": saved_otherwise}[what](rank, ranks, folder)
+    found = {"trained": trained, "loaded": loaded, "conflict": conflict, "saved_otherwise": saved_otherwise}[what](
+        rank, ranks, folder
+    )
     distributed.barrier()
     result.write_text(found or "done")
     os._exit(0)  # as in gloo_rank.py: without taking gloo down

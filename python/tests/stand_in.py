@@ -149,6 +149,9 @@ class StandIn(_device.Device):
     def memory(self, bytes: int, what: str) -> Any:
         return Block(self.driver.allocate(bytes), bytes)
 
+    def scratch(self, bytes: int, what: str) -> Any:
+        return self.memory(bytes, what)
+
     def is_capturing(self) -> bool:
         return False
 

@@ -18,7 +18,8 @@ torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest
 
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
-from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
+from stand_in import DEVICE, IS_USED, raw, spin, to_device, waits_for  # noqa: E402
+from tpde import _device  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")
@@ -292,6 +293,111 @@ class TestSlices:
         tpde.nn.attach(model, pair, payloads=payloads)
         for name in names:
             assert raw(model[name].weight) == cut.target[name].tobytes()
+
+
+class Chain:
+    """Versions of a model, and the pairs between them, cut for four ranks."""
+
+    def __init__(self, cut: Cut, folder: Path) -> None:  # noqa: F811
+        random = np.random.default_rng(5)
+        self.cut, self.versions, self.pairs = cut, [cut.base, cut.target], [cut.pair]
+        for number in (2, 3):
+            version = {name: array.copy() for name, array in self.versions[-1].items()}
+            for array in version.values():
+                raw = array.reshape(-1).view(np.uint8)
+                raw[random.integers(0, raw.size, 20)] ^= 1
+            self.pairs.append(folder / f"step {number}")
+            tpde.numpy.save_file(version, self.pairs[-1], base=self.versions[-1], split=SPLIT, chunk_lanes=4096)
+            self.versions.append(version)
+
+    def damaged(self, number: int, folder: Path) -> Path:
+        """A copy of a pair with another byte in a payload."""
+        copy = folder / "damaged"
+        for ending in ("index", "blob"):
+            content = bytearray(Path(f"{self.pairs[number]}.tpde-{ending}").read_bytes())
+            if ending == "blob":
+                content[70] ^= 1
+            Path(f"{copy}.tpde-{ending}").write_bytes(content)
+        return copy
+
+
+@pytest.fixture(scope="module")
+def chain(cut: Cut, tmp_path_factory: pytest.TempPathFactory) -> Chain:  # noqa: F811
+    return Chain(cut, tmp_path_factory.mktemp("chain"))
+
+
+class TestSteps:
+    @pytest.mark.parametrize("kind", ["path", "pinned"])
+    def test_all_steps_are_applied_in_one_commit(self, chain: Chain, kind: str) -> None:
+        pairs = [opened(pair, kind) for pair in chain.pairs]
+        for first, last in ((0, 3), (1, 3)):
+            live = moved(chain.versions[first])
+            before = live["q"]._version
+            assert tpde.torch.apply_(live, pairs[first:last]) == "applied"
+            assert same(live, chain.versions[last]) and live["q"]._version > before
+            done: list[tuple[int, int]] = []
+            for rank in (0, 3):
+                held, slices = shards(chain.cut, rank, chain.versions[first])
+                versions = held["qkv"]._version, held["wide"]._version
+                progress = lambda at, total: done.append((at, total))  # noqa: E731
+                assert tpde.torch.apply_slices_(slices, tuple(pairs[first:last]), progress=progress) == "applied"
+                assert same(held, chain.cut.shards(rank, chain.versions[last])[0])
+                assert held["qkv"]._version > versions[0] and held["wide"]._version > versions[1]
+            assert done[-1] == (sum(one.tensor.nbytes for one in slices),) * 2
+            versions = held["qkv"]._version, held["wide"]._version
+            assert tpde.torch.apply_slices_(slices, pairs[first:last]) == "already_applied"
+            assert (held["qkv"]._version, held["wide"]._version) == versions
+        assert tpde.torch.apply_(live, pairs) == "already_applied" and same(live, chain.versions[3])
+
+    def test_a_fault_of_any_step_writes_nothing(self, chain: Chain, tmp_path: Path) -> None:
+        live = moved(chain.versions[0])
+        held, slices = shards(chain.cut, 1, chain.versions[0])
+        for number in range(3):
+            pairs = [*chain.pairs[:number], chain.damaged(number, tmp_path), *chain.pairs[number + 1 :]]
+            with pytest.raises(tpde.Step, match="crc32") as caught:
+                tpde.torch.apply_(live, pairs)
+            assert caught.value.number == number + 1 and isinstance(caught.value.__cause__, tpde.Invalid)
+        orders = [([0, 2], 2, tpde.Invalid), ([0, 1, 1, 2], 3, tpde.Invalid), ([1, 2], 1, tpde.WrongBase)]
+        for order, number, cause in orders:
+            for call in (
+                lambda pairs: tpde.torch.apply_(live, pairs),
+                lambda pairs: tpde.torch.apply_slices_(slices, pairs),
+            ):
+                with pytest.raises(tpde.Step) as caught:
+                    call([chain.pairs[n] for n in order])
+                # Sums find it; a part cannot be told from its tensor's digest.
+                assert caught.value.number == number and isinstance(caught.value.__cause__, (cause, tpde.Invalid))
+        assert same(live, chain.versions[0]) and same(held, chain.cut.shards(1, chain.versions[0])[0])
+        with pytest.raises(tpde.UnexpectedPair):
+            tpde.torch.apply_(live, chain.pairs, expect="0" * 64)
+        assert tpde.torch.apply_(live, chain.pairs, expect=tpde.inspect(chain.pairs[-1]).pair_digest) == "applied"
+
+    def test_what_several_pairs_cannot_do_is_refused(self, chain: Chain) -> None:
+        live = moved(chain.versions[0])
+        on_cpu = {name: torch.from_numpy(array.copy()) for name, array in chain.versions[0].items()}
+        refused: list[tuple[str, Any]] = [
+            ("no pair is given", lambda: tpde.torch.apply_(live, [])),
+            ("expected no base", lambda: tpde.torch.apply_(live, chain.pairs, base=moved(chain.versions[0]))),
+            ("expected mode 'all_checked'", lambda: tpde.torch.apply_(live, chain.pairs, mode="chunk_by_chunk")),
+            ("on a CUDA device only", lambda: tpde.torch.apply_(on_cpu, chain.pairs)),
+            ("tensor norm is F32", lambda: tpde.torch.apply_({**live, "norm": live["q"]}, chain.pairs)),
+        ]
+        for why, call in refused:
+            with pytest.raises(tpde.InvalidArgument, match=why):
+                call()
+        assert same(live, chain.versions[0]) and same(on_cpu, chain.versions[0])
+
+    def test_steps_follow_the_current_stream(self, chain: Chain) -> None:
+        device = _device.Device.of(DEVICE)
+        busy, other = device.new_stream(), device.new_stream()
+        live = moved(chain.versions[0])
+        spin(busy)
+        waits, outcome = waits_for(busy, lambda: device.on(other, lambda: tpde.torch.apply_(live, chain.pairs)), seconds=60)
+        assert not waits and outcome == "applied" and same(live, chain.versions[3])
+        live = moved(chain.versions[0])
+        spin(busy)
+        waits, outcome = waits_for(busy, lambda: device.on(busy, lambda: tpde.torch.apply_(live, chain.pairs)))
+        assert waits and outcome == "applied" and same(live, chain.versions[3])
 
 
 class TestEncode:

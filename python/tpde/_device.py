@@ -77,9 +77,16 @@ class Device:
 
     def memory(self, bytes: int, what: str) -> torch.Tensor:
         """Memory for the Rust half, never from a graph's pool. PyTorch's allocator aligns it to at least 256 bytes."""
+        return self._memory_of(self.copies, bytes, what)
+
+    def scratch(self, bytes: int, what: str) -> torch.Tensor:
+        """Memory for work on the current stream, as :meth:`memory` otherwise."""
+        return self._memory_of(self.stream(), bytes, what)
+
+    def _memory_of(self, stream: torch.cuda.Stream, bytes: int, what: str) -> torch.Tensor:
         try:
             with torch.inference_mode(mode=False):
-                return on_stream(self.copies, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
+                return on_stream(stream, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
 
@@ -323,6 +330,23 @@ class DevicePair:
         if application is None:
             application = Application(self, tensors, base, mode)
         return application.run(self, progress), application
+
+    def _apply_after(self, before: list[DevicePair], tensors: _Memories, progress: Progress) -> bool:
+        """Changes tensors or slices on the device by the pairs ``before`` and by this one, in one commit, and waits. Returns whether
+        they were changed."""
+        device = self._device
+        device.refuse_capture("applying pairs")
+        pairs = [*before, self]
+        raw = [pair._raw for pair in pairs]
+        scratch = device.scratch(_tpde.DevicePair.chain_bytes(raw, tensors), "applying pairs")
+        stream = device.stream()
+        for pair in pairs:
+            for used in (pair._index, pair._blob):
+                if used is not None:
+                    used.record_stream(stream)
+        with progress_callback(progress, "apply") as callback:
+            apply = device.with_room(_tpde.DevicePair.apply_chain)
+            return apply(raw, tensors, stream.cuda_stream, _address_and_bytes(scratch), progress=callback)
 
     def _rebuild(self, outputs: _Memories, base: _Memories, progress: Progress) -> Application:
         """Rebuilds tensors or slices from ``base``. Returns the application that ran."""

@@ -143,6 +143,7 @@ def apply_(
     of the tensors that it has informed autograd of. When the same tensors are written again, ``on_rewritten`` gets these tensors.
     """
     check_mode(mode)
+    before, pair = _split_steps(pair, base, mode)
     if not strict:
         refuse_rebuilt(target)
     tensors = dict(state_of(target))  # a copy, because another thread may change the caller's dict
@@ -151,7 +152,8 @@ def apply_(
     base_tensors = None if base is None or path is not None else state_of(base)
     if device_pair is not None:
         check_digest(device_pair._pair, expect)
-        application = device_pair._take_kept(tensors, base_tensors, mode if base is None else "out_of_place", strict=strict)
+        how = mode if base is None else "out_of_place"
+        application = None if before else device_pair._take_kept(tensors, base_tensors, how, strict=strict)
         if application is not None:
             return _apply_again(device_pair, application, tensors, on_rewritten, progress, overwrites=base is not None)
     opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
@@ -182,6 +184,8 @@ def apply_(
                 True,
                 _overwrite(opened, on_device, entries, outputs, base, where, progress, digests=mode == "all_checked"),
             )
+        elif before:
+            applied = _apply_steps(before, on_device, outputs, progress)
         elif on_device is not None:
             applied, application = on_device._apply(outputs, [], mode, progress)
         else:
@@ -243,6 +247,7 @@ def apply_slices(
     """Changes slices in place, or overwrites them from ``base``. ``on_written`` is called with the arrays or tensors if they have, or
     may have, been written."""
     check_mode(mode)
+    before, pair = _split_steps(pair, base, mode)
     slices = checked(slices)
     device_pair = pair if getattr(pair, "_pair", None) is not None else None
     if device_pair is not None:
@@ -261,7 +266,9 @@ def apply_slices(
         raise InvalidArgument(f"the pair is on {device_pair.device}, the slices are on the CPU")
     tensors = [one.tensor for one in slices]
     try:
-        if on_device is not None:
+        if before:
+            applied = _apply_steps(before, on_device, memories, progress)
+        elif on_device is not None:
             applied = _apply_on_device(on_device, memories, read_from, mode, progress, is_kept=on_device is pair)
         else:
             with progress_callback(progress, "apply") as callback:
@@ -315,6 +322,27 @@ def _base_of_slices(entries: list[Entry], base: Any, device: Any) -> list[Any] |
         if entry.base_kind == "prefix":
             raise InvalidArgument(f"tensor {entry.name!r} changes its number of rows: its base must be a whole tensor")
     return describe_slices([one for one in slices if one.name in by_base_name], by_base_name, device=where)
+
+
+def _split_steps(pair: Any, base: Any, mode: Mode) -> tuple[list[Any], Any]:
+    """The pairs before the last one, and the last one."""
+    if not isinstance(pair, (list, tuple)):
+        return [], pair
+    if not pair:
+        raise InvalidArgument("no pair is given: expected a pair, or a list of at least one")
+    if len(pair) > 1 and base is not None:
+        raise InvalidArgument("several pairs are applied in place: expected no base")
+    if len(pair) > 1 and mode != "all_checked":
+        raise InvalidArgument(f"several pairs are checked before the first write: expected mode 'all_checked', not {mode!r}")
+    return [*pair[:-1]], pair[-1]
+
+
+def _apply_steps(before: list[Any], on_device: Any, memories: Any, progress: Progress) -> bool:
+    """Applies the pairs ``before`` and the one that is on the device. False if the memory already was the last target."""
+    if on_device is None:
+        raise InvalidArgument("several pairs change tensors on a CUDA device only: fold the pairs for tensors on the CPU")
+    steps = [_on(on_device.device, one, one._pair if hasattr(one, "_pair") else open_pair(one)) for one in before]
+    return bool(on_device._apply_after(steps, memories, progress))
 
 
 def check_mode(mode: Any) -> None:

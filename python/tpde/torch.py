@@ -50,6 +50,8 @@ __all__ = [
 State = Mapping[str, torch.Tensor]
 Base = Union[StrPath, State, "nn.Module", None]
 Pair = Union[StrPath, DevicePair]
+#: A pair, or the pairs of a chain in the order in which they are applied.
+Pairs = Union[Pair, list[Pair], tuple[Pair, ...]]
 
 
 def load_file(
@@ -147,7 +149,7 @@ def save_file(
 
 def apply_(
     tensors: State | nn.Module,
-    pair: Pair,
+    pair: Pairs,
     *,
     base: Base = None,
     mode: Mode = "all_checked",
@@ -165,7 +167,11 @@ def apply_(
         tensors: The base: a dict of tensors, or a module, whose parameters and buffers are used. Contiguous (any storage offset;
             on the CPU any alignment), all on the CPU or all on one CUDA device. There the work follows what is queued on the
             current stream. Nothing else may read or write the tensors during the call.
-        pair: Name of the pair, or either file; or a :class:`DevicePair`.
+        pair: Name of the pair, or either file; or a :class:`DevicePair`. For tensors on a CUDA device also a list of pairs, each made
+            from the target of the one before: all are applied in one commit, and nothing is written before all checks of all pairs
+            have passed. Each tensor is in all of these pairs, under one name and with one dtype and shape. Such a call takes up to
+            128 MiB more, or the size of the largest tensor. Each pair is decoded once if all tensors fit in this memory, otherwise
+            twice.
         base: The base, if ``tensors`` hold something else, such as another fine-tune of the base. The tensors are then overwritten
             in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
@@ -180,7 +186,7 @@ def apply_(
               way the weights are a mixture. On the CPU, a forged blob is detected from format 1.2 on.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
-        expect: As for :func:`tpde.apply`.
+        expect: As for :func:`tpde.apply`. Of several pairs, the digest of the last one.
         progress: As for :func:`tpde.encode`.
 
     Returns:
@@ -194,6 +200,8 @@ def apply_(
             pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
             wait for the outcome. Nothing was written.
         Incomplete: The pair has only some parts of a tensor. Nothing was written.
+        Step: A check of one of several pairs has failed. It has the number of the pair, and its error as ``__cause__``. Nothing was
+            written.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     return _state.apply_(
@@ -211,7 +219,7 @@ def apply_(
 
 def apply_slices_(
     slices: Iterable[Slice],
-    pair: Pair,
+    pair: Pairs,
     *,
     base: Base | Iterable[Slice] = None,
     mode: Mode = "all_checked",
@@ -230,7 +238,7 @@ def apply_slices_(
     Args:
         slices: The slices, on the CPU or all on one CUDA device. No element belongs to two of them, but their rows may interleave,
             as in views of columns of one parameter. Nothing else may read or write them during the call.
-        pair: Name of the pair, or either file; or a :class:`DevicePair`.
+        pair: As for :func:`apply_`.
         base: The base, if ``slices`` hold something else: a path, a dict of whole tensors, a module, or the slices of the base that
             the rank holds, with the names of the base's tensors. For slices on a CUDA device, the base must be tensors or slices on
             that device. It shares no memory with the slices, and on the CPU has no rows between theirs. The slices are then
@@ -251,7 +259,7 @@ def apply_slices_(
         Incomplete: The pair lacks elements of a slice. Nothing was written.
         NotContiguous, InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is
             read-only, or shares memory with another one; or a CUDA graph is being captured. Nothing was written.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
+        Step, DeviceUnavailable, DeviceFailed, OutOfMemory: As for :func:`apply_`.
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
     return _state.apply_slices(

@@ -60,6 +60,7 @@ pub struct ApplyChain<'a> {
     steps: &'a [ChainStep<'a>],
     slices: &'a [TensorSlice<'a>],
     scratch_bytes: u64,
+    scratch: Option<DeviceSlice>,
     compares_targets: bool,
 }
 
@@ -76,12 +77,37 @@ type Queued = (usize, Pending);
 impl<'a> ApplyChain<'a> {
     /// Takes the steps in the order in which they are applied, and the slices to change.
     pub fn new(steps: &'a [ChainStep<'a>], slices: &'a [TensorSlice<'a>]) -> Self {
-        Self { steps, slices, scratch_bytes: SCRATCH_BYTES, compares_targets: true }
+        Self { steps, slices, scratch_bytes: SCRATCH_BYTES, scratch: None, compares_targets: true }
     }
 
     /// Sets the size of the scratch memory in bytes. It is at least that of the largest slice.
     pub fn scratch_bytes(self, bytes: u64) -> Self {
         Self { scratch_bytes: bytes, ..self }
+    }
+
+    /// Sets scratch memory of the caller: [`ApplyChain::bytes`] bytes, aligned to 256. Work on the stream of [`ApplyChain::run`] may
+    /// use the memory, and nothing else uses it until that call returns.
+    pub fn scratch(self, memory: DeviceSlice) -> Self {
+        Self { scratch: Some(memory), ..self }
+    }
+
+    /// Returns the size of the scratch memory in bytes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a slice is of a tensor that the last step lacks.
+    pub fn bytes(&self) -> Result<u64> {
+        Ok(self.steps.last().filter(|_| self.steps.len() > 1).map_or(Ok((0, 0)), |last| self.limits(last))?.1)
+    }
+
+    /// Maximum size of a group, and size of the scratch memory, in bytes.
+    fn limits(&self, last: &ChainStep<'_>) -> Result<(u64, u64)> {
+        let (mut largest, mut all) = (0, 0);
+        for slice in self.slices {
+            let bytes = bytes_of(&last.index, slice)?.next_multiple_of(ALIGN);
+            (largest, all) = (bytes.max(largest), bytes.saturating_add(all));
+        }
+        let limit = self.scratch_bytes.max(largest);
+        Ok((limit, limit.min(all)))
     }
 
     /// Sets whether the digests of the last targets are compared. The default is true.
@@ -94,7 +120,7 @@ impl<'a> ApplyChain<'a> {
     /// # Errors
     /// - [`Error::Step`] with the number of the step whose check failed, as [`Pending::wait`]. Nothing was written.
     /// - [`Error::InvalidArgument`] if there is no step, if slices and steps do not fit, see [`TensorSlice::in_place`] and
-    ///   [`ApplyPlan::new`], or if the stream is of another device. Nothing was written.
+    ///   [`ApplyPlan::new`], if the stream is of another device, or if the caller's scratch memory is too small. Nothing was written.
     /// - [`Error::Poisoned`] if the second pass or the copy fails: the device or the source of payloads failed, or payloads have changed.
     /// - [`Error::Device`] if memory or the driver fails. Nothing was written.
     pub fn run(&self, stream: &Stream) -> Result<()> {
@@ -109,9 +135,11 @@ impl<'a> ApplyChain<'a> {
             return Application::prepare(plan)?.launch(stream)?.wait().map_err(|error| step(1, error));
         }
         let bytes = self.slices.iter().map(|slice| bytes_of(&last.index, slice)).collect::<Result<Vec<_>>>()?;
-        let largest = bytes.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).max().unwrap_or(0);
-        let limit = self.scratch_bytes.max(largest);
-        let scratch = last.index.device().alloc(limit.min(bytes.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum()))?;
+        let (limit, needed) = self.limits(last)?;
+        let scratch = match &self.scratch {
+            Some(memory) => memory.slice(0, needed)?,
+            None => last.index.device().alloc(needed)?,
+        };
         let groups = self.groups(&bytes, limit, &scratch)?;
         self.pass(&groups, stream, false).map_err(|(_, error)| error)?;
         if let [only] = &groups[..]

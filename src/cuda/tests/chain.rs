@@ -115,7 +115,20 @@ fn all_steps_are_applied_in_one_commit() {
                 let memory = written(device, &versions.image(first));
                 let slices = slices(&memory);
                 let chain = ApplyChain::new(&steps[first..first + count], &slices).scratch_bytes(scratch);
-                chain.run(&device.stream().unwrap()).unwrap();
+                let stream = device.stream().unwrap();
+                // Memory of the caller for every other chain.
+                let bytes = chain.bytes().unwrap();
+                let given = (runs % 2 == 1).then(|| device.alloc(bytes).unwrap());
+                if let Some(short) = given.as_ref().filter(|_| count > 1).map(|given| given.slice(0, bytes - 1).unwrap()) {
+                    let refused = ApplyChain::new(&steps[first..first + count], &slices).scratch_bytes(scratch).scratch(short);
+                    assert!(matches!(refused.run(&stream), Err(Error::InvalidArgument(_))));
+                    assert!(read(device, &memory) == versions.image(first));
+                }
+                let chain = match given {
+                    Some(given) => chain.scratch(given),
+                    None => chain,
+                };
+                chain.run(&stream).unwrap();
                 assert!(read(device, &memory) == versions.image(first + count), "{codec:?} {route:?} {first} {count} {scratch}");
                 runs += 1;
             }
