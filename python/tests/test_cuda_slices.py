@@ -18,8 +18,7 @@ torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest
 
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
-from stand_in import DEVICE, IS_USED, raw, spin, to_device, waits_for  # noqa: E402
-from tpde import _device  # noqa: E402
+from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")
@@ -386,18 +385,6 @@ class TestSteps:
             with pytest.raises(tpde.InvalidArgument, match=why):
                 call()
         assert same(live, chain.versions[0]) and same(on_cpu, chain.versions[0])
-
-    def test_steps_follow_the_current_stream(self, chain: Chain) -> None:
-        device = _device.Device.of(DEVICE)
-        busy, other = device.new_stream(), device.new_stream()
-        live = moved(chain.versions[0])
-        spin(busy)
-        waits, outcome = waits_for(busy, lambda: device.on(other, lambda: tpde.torch.apply_(live, chain.pairs)), seconds=60)
-        assert not waits and outcome == "applied" and same(live, chain.versions[3])
-        live = moved(chain.versions[0])
-        spin(busy)
-        waits, outcome = waits_for(busy, lambda: device.on(busy, lambda: tpde.torch.apply_(live, chain.pairs)))
-        assert waits and outcome == "applied" and same(live, chain.versions[3])
 
 
 class TestEncode:
