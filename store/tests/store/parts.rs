@@ -172,12 +172,12 @@ fn a_part_that_was_read_is_the_base_of_a_pair() {
     let split = |rules: &str| plain(4096).split(rules.parse().unwrap());
     let cases = [
         // Its last chunk is not the last one of the tensor.
-        ([1, 1 << 21], ([0, 1_006_649], [1, 20_000]), [plain(4096), plain(1 << 14), plain(4096)]),
+        ([1, 1 << 22], ([0, 3_006_649], [1, 20_000]), [plain(4096), plain(1 << 14), plain(4096)]),
         // Columns whose rows are near each other, and in chunks of their own.
         ([4, 8192], ([0, 5000], [4, 1000]), [plain(4096), plain(4096), plain(4096)]),
         // A part that crosses parts of the version before, and one that has two completely.
-        ([256, 1 << 14], ([100, 9000], [40, 3000]), [split("*=0:4"), split("*=1:3"), split("*=0:5")]),
-        ([256, 1 << 14], ([64, 0], [32, 1 << 14]), [split("*=0:4"), split("*=0:4"), split("*=0:16")]),
+        ([512, 1 << 14], ([100, 9000], [40, 3000]), [split("*=0:4"), split("*=1:3"), split("*=0:5")]),
+        ([512, 1 << 14], ([128, 0], [64, 1 << 14]), [split("*=0:4"), split("*=0:4"), split("*=0:16")]),
     ];
     for (shape, (origin, extent), options) in cases {
         let (memory, bytes) = versions(shape, options);
