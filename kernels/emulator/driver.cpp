@@ -153,7 +153,7 @@ Expander expander;
 
 constexpr int DEVICES = 2, MULTIPROCESSORS = 4;
 constexpr u8 PENDING_BYTE = 0xDC; // fills pinned memory until the copy to it runs
-constexpr u32 QUERIES_MAX = 100; // of an event, before the operations that it waits for run
+constexpr u32 QUERIES_MAX = 100;  // of an event, before the operations that it waits for run
 constexpr size_t PAGE = 4096, ALIGN = 256, ALLOCATED_MAX = (size_t)1 << 30;
 
 // Returns the mask of eager streams: bit n % 8 for stream n in order of creation. TPDE_STAND_IN sets it. It has no effect

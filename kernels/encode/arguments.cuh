@@ -8,8 +8,8 @@ struct EncodeChunk {
     u64 base;   // address of the first base lane; unused if `base_lanes` is 0
     u64 target; // address of the first target lane
     // u8[]: bit i of byte n is lane 8n + i. Whole blocks.
-    u64 masks; // the changed lanes, after `tpde_encode_streams` the exceptions
-    u64 coded; // the coded lanes, set by `tpde_encode_count`
+    u64 masks;   // the changed lanes, after `tpde_encode_streams` the exceptions
+    u64 coded;   // the coded lanes, set by `tpde_encode_count`
     u64 levels;  // u16[]: level of activity of each block
     u64 tiles;   // u16[]: number of coded lanes of each tile
     u64 words;   // u16*: memory of the streams

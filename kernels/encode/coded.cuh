@@ -123,14 +123,15 @@ __device__ __forceinline__ void count_part(const EncodeChunk& chunk, EncodeState
             if (at >= padded_end) continue;
             u32 map = inside ? classes.map_index(at / BLOCK_LANES) : 0;
             if (by_threshold) {
-                u32 threshold = map & 1 ? map & 2 ? thresholds[3] : thresholds[1] : map & 2 ? thresholds[2] : thresholds[0];
+                u32 threshold = map & 1   ? map & 2 ? thresholds[3] : thresholds[1]
+                                  : map & 2 ? thresholds[2]
+                                          : thresholds[0];
                 mask = octet_below<W>(threshold, bases[round]);
             } else {
                 T from[OCTET];
                 unpack<W>(bases[round], from);
 #pragma unroll
-                for (int i = 0; i < OCTET; i++)
-                    mask |= (u32)(classes.entry_of<W>(map, from[i]) != 0) << i;
+                for (int i = 0; i < OCTET; i++) mask |= (u32)(classes.entry_of<W>(map, from[i]) != 0) << i;
             }
             mask &= inside;
             ((u8*)chunk.coded)[at / OCTET] = (u8)mask;

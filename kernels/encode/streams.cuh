@@ -123,8 +123,7 @@ __device__ __forceinline__ void classify_queue(const EncodeChunk& chunk, const C
 }
 
 // A warp: writes the masks of the exceptions of a tile, and returns the number of those of its thread.
-template <int W>
-__device__ __forceinline__ u32 put_exceptions(const EncodeChunk& chunk, u32 tile, const Queue& queue) {
+template <int W> __device__ __forceinline__ u32 put_exceptions(const EncodeChunk& chunk, u32 tile, const Queue& queue) {
     constexpr u32 ROWS = tile_lanes<W>() / 32;
     u32 thread = threadIdx.x % WARP, row = tile * ROWS + thread;
     if (chunk.low_bits != 0 || thread >= ROWS || row * 32 >= chunk.lanes) return 0;
@@ -175,7 +174,8 @@ __device__ __forceinline__ void encode_tile(const EncodeTables& tables, const Qu
 
 // A warp: fetches the lanes of a tile into L2, those of the base with `fetches[0]`, those of the target with `fetches[1]`.
 template <int W>
-__device__ __forceinline__ void prefetch_tile(const EncodeChunk& chunk, u32 tile, u32 thread, const bool (&fetches)[2]) {
+__device__ __forceinline__ void prefetch_tile(const EncodeChunk& chunk, u32 tile, u32 thread,
+                                              const bool (&fetches)[2]) {
     constexpr u32 LINE = 128, BYTES = tile_lanes<W>() * W, LINES = BYTES / LINE;
     bool is_target = thread >= 16;
     u64 at = (u64)tile * BYTES + LINE * (thread % 16);
