@@ -127,5 +127,6 @@ apply_delta(typename WideOf<W>::type base, typename WideOf<W>::type delta, typen
 // ones.
 __device__ __forceinline__ u32 threshold_of(u64 coded, u32 first_context, const Order& order) {
     // The clamp is necessary: a context past the last context of the dtype would shift out of the lane.
-    return coded ? min(first_context + (u32)bit_count(coded), order.mask + 1) << order.shift : 0;
+    u64 end = coded ? min(first_context + (u32)bit_count(coded), order.mask + 1) : 0;
+    return (u32)(end << order.shift); // unused for lanes of 8 bytes
 }
