@@ -371,6 +371,27 @@ class TestSteps:
             tpde.torch.apply_(live, chain.pairs, expect="0" * 64)
         assert tpde.torch.apply_(live, chain.pairs, expect=tpde.inspect(chain.pairs[-1]).pair_digest) == "applied"
 
+    def test_tensors_that_only_some_steps_change(self, tmp_path: Path) -> None:
+        versions = [{name: np.arange(600, dtype=np.float32) for name in "ab"} for _ in range(3)]
+        versions[1]["a"][7] = versions[2]["a"][7] = 1.5
+        versions[2]["b"][9] = 2.5
+        pairs = [tmp_path / f"{n}" for n in range(2)]
+        for n, pair in enumerate(pairs):
+            tpde.numpy.save_file(versions[n + 1], pair, base=versions[n], codec="conditioned")
+        live = moved(versions[0])
+        before = [live[name]._version for name in "ab"]
+        assert tpde.torch.apply_(live, pairs) == "applied" and same(live, versions[2])
+        assert all(live[name]._version > old for name, old in zip("ab", before, strict=True))
+        # The last pair lacks a tensor that an earlier one changes.
+        only_b = tmp_path / "b"
+        tpde.subset(pairs[1], only_b, tensors="b")
+        live = moved(versions[0])
+        with pytest.raises(tpde.InvalidArgument, match="pair 1 has tensor 'a', which the last pair lacks"):
+            tpde.torch.apply_(live, [pairs[0], only_b])
+        assert same(live, versions[0])
+        assert tpde.torch.apply_(live, [pairs[0], only_b], strict=False) == "applied"
+        assert same(live, {"a": versions[0]["a"], "b": versions[2]["b"]})
+
     def test_what_several_pairs_cannot_do_is_refused(self, chain: Chain) -> None:
         live = moved(chain.versions[0])
         on_cpu = {name: torch.from_numpy(array.copy()) for name, array in chain.versions[0].items()}

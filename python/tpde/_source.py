@@ -122,6 +122,9 @@ class Source:
             name: [(index, one.detach().to(self.device, self._cast(one), copy=True).contiguous()) for index, one in held]
             for name, held in own.items()
         }
+        # From now on the caller may change the weights, also on another stream.
+        for device in {one.device for held in own.values() for _, one in held if one.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return Snapshot(shapes, copies, cuts)
 
     def _cast(self, tensor: torch.Tensor) -> torch.dtype:

@@ -167,6 +167,8 @@ def apply_(
         raise InvalidArgument(
             f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones; strict=False skips it"
         )
+    if before and strict:
+        _check_steps(before, {entry.name for entry in entries})
     entries = [entry for entry in entries if entry.name in tensors]
     if not entries:
         return "nothing"
@@ -175,7 +177,8 @@ def apply_(
     where = "cpu" if device is None else device
     names, expected = [entry.name for entry in entries], [(entry.dtype, entry.shape) for entry in entries]
     outputs = describe_each(names, [tensors[name] for name in names], expected, writable=True, device=where)
-    if base is not None:
+    if base is not None or before:
+        # Earlier steps may change what the last one does not.
         entries = [entry._replace(changes=True) for entry in entries]
     application = None
     try:
@@ -335,6 +338,17 @@ def _split_steps(pair: Any, base: Any, mode: Mode) -> tuple[list[Any], Any]:
     if len(pair) > 1 and mode != "all_checked":
         raise InvalidArgument(f"several pairs are checked before the first write: expected mode 'all_checked', not {mode!r}")
     return [*pair[:-1]], pair[-1]
+
+
+def _check_steps(before: list[Any], last: set[str]) -> None:
+    """Raises if a pair before the last one has a tensor that the last one lacks: it would keep its old content."""
+    for number, one in enumerate(before, 1):
+        opened = one._pair if hasattr(one, "_pair") else open_pair(one)
+        for entry in map(Entry._make, opened.tensors()):
+            if entry.name not in last:
+                raise InvalidArgument(
+                    f"pair {number} has tensor {entry.name!r}, which the last pair lacks; strict=False leaves it as it is"
+                )
 
 
 def _apply_steps(before: list[Any], on_device: Any, memories: Any, progress: Progress) -> bool:

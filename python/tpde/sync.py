@@ -160,6 +160,8 @@ class Publisher:
 
         Args:
             copied: Called when the weights are copied. A trainer that calls this method in a thread may change them from then on.
+                On a CUDA device, copies follow the work of the current stream of that thread: a step on another stream must have
+                ended.
 
         Raises:
             NotAcknowledged: A subscriber failed, or did not answer in time. Nothing was published. ``Folder.drop`` removes a subscriber.
@@ -195,9 +197,10 @@ class Publisher:
                 with contextlib.suppress(_errors.Disconnected):
                     self._channel.abort()
             raise
-        self.version, self._last = version, target
         stored = [one for one in (record["difference"], record["whole"]) if one is not None]
-        self._pairs = {tuple(one["layouts"]): [pair["pair"] for pair in one["pairs"]] for one in stored}
+        pairs = {tuple(one["layouts"]): [pair["pair"] for pair in one["pairs"]] for one in stored}
+        # In one statement: the pairs are those of the version.
+        self.version, self._last, self._pairs = version, target, pairs
         clock.end("commit")
         sync = Sync(version, record["bytes"], record["changed"], record["favor"], clock.milliseconds)
         _log.info("published %s", sync)

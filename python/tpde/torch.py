@@ -170,8 +170,8 @@ def apply_(
         pair: Name of the pair, or either file; or a :class:`DevicePair`. For tensors on a CUDA device also a list of pairs, each made
             from the target of the one before: all are applied in one commit, and nothing is written before all checks of all pairs
             have passed. Each tensor is in all of these pairs, under one name and with one dtype and shape. Such a call takes up to
-            128 MiB more, or the size of the largest tensor. Each pair is decoded once if all tensors fit in this memory, otherwise
-            twice.
+            128 MiB more, or the size of the largest tensor. Each pair is decoded once if all tensors fit in this memory and
+            have no gaps between rows, otherwise twice.
         base: The base, if ``tensors`` hold something else, such as another fine-tune of the base. The tensors are then overwritten
             in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.

@@ -11,7 +11,7 @@ use super::runtime::stream::Stream;
 use super::slices::TensorSlice;
 use crate::apply::InPlace;
 use crate::error::{Error, Escaped, Result};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 /// Default size of the memory in which steps are checked, in bytes.
@@ -134,13 +134,14 @@ impl<'a> ApplyChain<'a> {
         if self.steps.len() == 1 {
             return Application::prepare(plan)?.launch(stream)?.wait().map_err(|error| step(1, error));
         }
-        let bytes = self.slices.iter().map(|slice| bytes_of(&last.index, slice)).collect::<Result<Vec<_>>>()?;
+        let held = distinct(self.slices);
+        let bytes = held.iter().map(|slice| bytes_of(&last.index, slice)).collect::<Result<Vec<_>>>()?;
         let (limit, needed) = self.limits(last)?;
         let scratch = match &self.scratch {
-            Some(memory) => memory.slice(0, needed)?,
+            Some(memory) => memory.reserve(needed, &last.index.device().inner)?,
             None => last.index.device().alloc(needed)?,
         };
-        let groups = self.groups(&bytes, limit, &scratch)?;
+        let groups = groups(&held, &bytes, limit, &scratch)?;
         self.pass(&groups, stream, false).map_err(|(_, error)| error)?;
         if let [only] = &groups[..]
             && only.held.iter().all(|slice| slice.pitch.is_none())
@@ -150,23 +151,9 @@ impl<'a> ApplyChain<'a> {
         self.pass(&groups, stream, true).map_err(|(written, error)| self.poisoned(&tensors, &groups[..written], error))
     }
 
-    fn groups(&self, bytes: &[u64], limit: u64, scratch: &DeviceSlice) -> Result<Vec<Group<'a>>> {
-        let mut groups = Vec::new();
-        for range in ranges(bytes, limit) {
-            let mut at = 0;
-            let mut placed = Vec::with_capacity(range.len());
-            for (slice, bytes) in self.slices[range.clone()].iter().zip(&bytes[range.clone()]) {
-                placed.push(TensorSlice::new(slice.name, slice.rectangle.clone(), scratch.slice(at, *bytes)?));
-                at += bytes.next_multiple_of(ALIGN);
-            }
-            groups.push(Group { held: &self.slices[range], scratch: placed });
-        }
-        Ok(groups)
-    }
-
     /// Does all steps of all groups. The last step `writes` the slices, or changes scratch memory as the others do. An error comes
     /// with the number of groups that may have been written.
-    fn pass(&self, groups: &[Group<'a>], stream: &Stream, writes: bool) -> Result<(), (usize, Error)> {
+    fn pass(&self, groups: &[Group<'_>], stream: &Stream, writes: bool) -> Result<(), (usize, Error)> {
         let mut in_flight = VecDeque::new();
         let wait = |queued: Vec<Queued>| queued.into_iter().try_for_each(|(number, one)| one.wait().map_err(|e| step(number, e)));
         for (n, group) in groups.iter().enumerate() {
@@ -179,7 +166,7 @@ impl<'a> ApplyChain<'a> {
     }
 
     /// Queues all steps of a group.
-    fn queue(&self, group: &Group<'a>, stream: &Stream, writes: bool) -> Result<Vec<Queued>> {
+    fn queue(&self, group: &Group<'_>, stream: &Stream, writes: bool) -> Result<Vec<Queued>> {
         let queue = |(number, one): (usize, &ChainStep<'a>)| {
             let (is_first, is_last) = (number == 1, number == self.steps.len());
             let (tensors, mode) = if is_first {
@@ -198,7 +185,7 @@ impl<'a> ApplyChain<'a> {
     }
 
     /// The error of a second pass that failed, after these groups may have been written.
-    fn poisoned(&self, tensors: &[Binding], groups: &[Group<'a>], source: Error) -> Error {
+    fn poisoned(&self, tensors: &[Binding], groups: &[Group<'_>], source: Error) -> Error {
         let Some(last) = self.steps.last() else { return source };
         let chunks_of = |tensors: &[Binding]| -> Vec<u32> {
             tensors.iter().filter_map(|one| last.index.tensor(one.tensor).ok()).flat_map(|tensor| tensor.chunks()).collect()
@@ -210,14 +197,34 @@ impl<'a> ApplyChain<'a> {
     }
 }
 
-/// Copies the targets of a group to its slices, none of which has gaps between rows, and waits.
-fn copy(group: &Group<'_>, stream: &Stream) -> Result<()> {
-    for (held, scratch) in group.held.iter().zip(&group.scratch) {
-        if held.memory.bytes() != 0 {
-            stream.copy(&held.memory, &scratch.memory)?;
+/// The slices without those whose memory an earlier one has, as of tied weights. Their targets are equal, which was checked. If both
+/// were written, the second one would take the new target of the first one for its base.
+fn distinct<'a>(slices: &[TensorSlice<'a>]) -> Vec<TensorSlice<'a>> {
+    let mut seen = BTreeSet::new();
+    let place = |slice: &TensorSlice<'_>| (slice.memory.address(), slice.memory.bytes(), slice.pitch);
+    slices.iter().filter(|slice| slice.memory.bytes() == 0 || seen.insert(place(slice))).cloned().collect()
+}
+
+fn groups<'s, 'a: 's>(slices: &'s [TensorSlice<'a>], bytes: &[u64], limit: u64, scratch: &DeviceSlice) -> Result<Vec<Group<'s>>> {
+    let mut groups = Vec::new();
+    for range in ranges(bytes, limit) {
+        let mut at = 0;
+        let mut placed = Vec::with_capacity(range.len());
+        for (slice, bytes) in slices[range.clone()].iter().zip(&bytes[range.clone()]) {
+            placed.push(TensorSlice::new(slice.name, slice.rectangle.clone(), scratch.slice(at, *bytes)?));
+            at += bytes.next_multiple_of(ALIGN);
         }
+        groups.push(Group { held: &slices[range], scratch: placed });
     }
-    stream.record()?.wait()
+    Ok(groups)
+}
+
+/// Copies the targets of a group to its slices, none of which has gaps between rows, and waits, also after an error.
+fn copy(group: &Group<'_>, stream: &Stream) -> Result<()> {
+    let mut copies = group.held.iter().zip(&group.scratch).filter(|(held, _)| held.memory.bytes() != 0);
+    let queued = copies.try_for_each(|(held, scratch)| stream.copy(&held.memory, &scratch.memory));
+    let waited = stream.record().and_then(|end| end.wait());
+    queued.and(waited)
 }
 
 /// The error of a step. Scratch memory that is a mixture harms nobody, so the cause of [`Error::Poisoned`] is the error.

@@ -148,8 +148,10 @@ impl<'a> Digests<'a> {
             }
             let missing = || Error::InvalidArgument("the digest of a tensor was not queued".into());
             let (range, hashes) = self.batches.pop_front().ok_or_else(missing)?;
+            // Another batch is queued, so the device has work. A third one would need more memory.
+            let hashes = hashes.wait()?;
             self.queue()?;
-            for ((operand, _), hash) in self.wanted[range].iter().zip(hashes.wait()?) {
+            for ((operand, _), hash) in self.wanted[range].iter().zip(hashes) {
                 let digest = Some(Digest::Hashed(blake3::Hash::from_bytes(hash)));
                 match *operand {
                     Operand::Base(i) => self.base[i] = digest,

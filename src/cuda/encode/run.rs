@@ -6,7 +6,7 @@ use super::chunks::{self, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
 use super::limits::{Limits, WORKERS};
-use super::session::{Drained, Session};
+use super::session::{Drained, Memory, Session};
 use super::source::Source;
 use super::train;
 use super::waves::Waves;
@@ -34,8 +34,13 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     let cx = device.context.enter()?;
     let known = [job.base_digests, job.target_digests];
     let finished = {
-        let in_training = Limits { memory: WORKERS as u64 * job.limits.memory, ..job.limits };
-        let session = Session::new(target, &cx, job.after, in_training, job.memory(device))?;
+        // Until waves begin, the memory of the first thread may grow to what the others leave.
+        let memory = job.memory(device);
+        let mut others: Vec<_> = (1..WORKERS).map(|_| job.memory(device)).collect();
+        others.iter_mut().for_each(|memory| memory.shrink(job.limits.memory - job.limits.memory / 8));
+        let kept: u64 = others.iter().map(Memory::bytes).sum();
+        let in_training = Limits { memory: WORKERS as u64 * job.limits.memory - kept, ..job.limits };
+        let session = Session::new(target, &cx, job.after, in_training, memory)?;
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits, &source, &selection, &plans, known)?;
         train::train(&session, &source, job, &mut plans)?;
@@ -47,7 +52,8 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
             Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, added: 0, expected, digests };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
         let waves = Waves { job, source: &source, tables: &tables, waves: waves(&jobs, &source, job.limits) };
-        waves.encode(&session, memory, &mut assembly)?;
+        others.insert(0, memory);
+        waves.encode(&session, others, &mut assembly)?;
         assembly.finish(files)?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
@@ -150,7 +156,7 @@ mod tests {
         assert!(limits.wave + 2 * (limits.payloads + 16 * MIB) <= limits.memory);
         // While a sample is taken: besides, the counts of its groups.
         let counts = 2 * u64::from(abi::ENCODE_GROUPS) * 8 * (1 + 180);
-        assert!(limits.scratch + limits.wave + counts + 16 * MIB <= workers * limits.memory);
+        assert!(limits.scratch + limits.wave + counts + 16 * MIB <= workers * limits.memory - (limits.memory - limits.memory / 8));
 
         for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
             let width = dtype.lane_bytes() as u64;

@@ -303,7 +303,7 @@ impl Memory {
     }
 
     /// Size in bytes without that of payloads.
-    fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         let kept = self.kept.iter().map(DeviceSlice::bytes).sum::<u64>();
         kept + self.scratch.as_ref().map_or(0, |scratch| scratch.memory.bytes())
     }

@@ -6,7 +6,6 @@ use super::assembly::Assembly;
 use super::blob::Blob;
 use super::chunks::{Job as ChunkJob, Tables, Wave};
 use super::job::Job;
-use super::limits::WORKERS;
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
 use super::source::Source;
@@ -32,11 +31,11 @@ impl From<Error> for Ended {
 }
 
 impl Waves<'_, '_> {
-    /// Encodes all waves, and adds their payloads in order. `session` copies the payloads, and `memory` is used for all else.
-    pub fn encode<W: Blob>(&self, session: &Session<'_>, memory: Memory, assembly: &mut Assembly<'_, W>) -> Result<()> {
-        let workers = self.waves.len().clamp(1, WORKERS);
-        let mut memories = vec![memory];
-        memories.resize_with(workers, || self.job.memory(session.device));
+    /// Encodes all waves, and adds their payloads in order. `session` copies the payloads. The threads, as many as there are
+    /// memories at most, use these for all else.
+    pub fn encode<W: Blob>(&self, session: &Session<'_>, mut memories: Vec<Memory>, assembly: &mut Assembly<'_, W>) -> Result<()> {
+        let workers = self.waves.len().clamp(1, memories.len().max(1));
+        let unused = memories.split_off(workers.min(memories.len()));
         let (added, ended) = thread::scope(|scope| {
             let (mut threads, mut receivers) = (Vec::new(), Vec::new());
             for (worker, memory) in memories.into_iter().enumerate() {
@@ -73,7 +72,7 @@ impl Waves<'_, '_> {
             }
         }
         if let Some(encoder) = self.job.encoder {
-            for mut memory in memories {
+            for mut memory in memories.into_iter().chain(unused) {
                 memory.blob_bytes = assembly.blob_bytes();
                 encoder.give_back(session.device, memory);
             }

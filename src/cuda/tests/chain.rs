@@ -260,6 +260,53 @@ fn slices_that_do_not_fit_are_refused_before_any_work() {
     ApplyChain::new(&steps, &[]).run(&stream).unwrap();
 }
 
+/// Tied weights: two tensors in the same memory, in one group and in two.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn memory_of_two_tensors_is_changed_once() {
+    let device = super::device();
+    let random = &mut Random(11);
+    let lanes_of_one = 3000;
+    let infos = ["embed", "head", "other"].map(|name| TensorInfo {
+        name: name.into(),
+        dtype: Dtype::Bf16,
+        shape: vec![lanes_of_one as u64],
+    });
+    let mut versions = vec![[(); 2].map(|()| lanes(random, Dtype::Bf16, lanes_of_one, 9).0)];
+    for _ in 0..3 {
+        let mut next = versions.last().unwrap().clone();
+        next.iter_mut().for_each(|tensor| (0..40).for_each(|_| tensor[2 * (random.bits() as usize % lanes_of_one)] ^= 1));
+        versions.push(next);
+    }
+    let options = EncodeOptions::default().codec(Codec::Conditioned);
+    let pairs: Vec<_> = versions
+        .windows(2)
+        .map(|two| {
+            let [base, target] = [&two[0], &two[1]].map(|[tied, other]| {
+                let bytes = [&tied[..], &tied[..], &other[..]];
+                MemoryCheckpoint::new(infos.iter().cloned().zip(bytes)).unwrap()
+            });
+            Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap().0
+        })
+        .collect();
+    let steps: Vec<_> = uploaded(device, &pairs)
+        .iter()
+        .zip(&pairs)
+        .map(|(index, pair)| ChainStep::new(index, payloads(device, pair, Route::Host)))
+        .collect();
+    for scratch in [1 << 30, 1] {
+        let memory = versions[0].each_ref().map(|bytes| written(device, bytes));
+        let whole = Rectangle::whole(&[lanes_of_one as u64]);
+        let of = [("embed", 0), ("other", 1), ("head", 0)];
+        let slices = of.map(|(name, n): (&str, usize)| TensorSlice::new(name, whole.clone(), memory[n].clone()));
+        let stream = device.stream().unwrap();
+        ApplyChain::new(&steps, &slices).scratch_bytes(scratch).run(&stream).unwrap();
+        for (memory, expected) in memory.iter().zip(versions.last().unwrap()) {
+            assert!(read(device, memory) == *expected, "scratch memory of {scratch} bytes");
+        }
+    }
+}
+
 /// Time of ten steps in one commit, beside ten applications, of 1 GB of which 1 % changes per step.
 #[test]
 #[ignore = "needs a CUDA device"]
