@@ -1,6 +1,7 @@
 //! `--device`.
 
 use crate::common::place::*;
+#[cfg(feature = "cuda")]
 use crate::common::*;
 
 #[test]
