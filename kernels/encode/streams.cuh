@@ -202,7 +202,7 @@ __device__ __forceinline__ void encode_segment(const EncodeChunk& chunk, EncodeS
     u32 start = (u32)((u64)before * chunk.words_scale / 256) + segment * TPDE_ENCODE_SPARE;
     u32 capacity = (u32)((u64)(before + inside) * chunk.words_scale / 256) + (segment + 1) * TPDE_ENCODE_SPARE;
     Split split = {chunk.low_bits, state.center};
-    // Memory is read in sectors of 32 bytes. If few of them are needed, the others are not fetched.
+    // Memory is read in sectors of 32 bytes. Whole tiles are fetched ahead only if most of their sectors are needed.
     const bool fetches[2] = {state.coded * (32 / W) >= chunk.lanes / 2,
                              chunk.low_bits != 0 || state.changed * (32 / W) >= chunk.lanes / 2};
     Stream stream = {(u16*)chunk.words, (i32)(start + 2 * states), (i32)capacity, RANS_LOWER_BOUND, (1u << thread) - 1};

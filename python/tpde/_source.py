@@ -194,7 +194,7 @@ class Snapshot:
 
 
 def reason_of(error: BaseException) -> str:
-    """What other ranks are told of an error."""
+    """The text of an error, which the other ranks get."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -270,11 +270,8 @@ class Publisher:
     def _in_order(
         self, encode: Callable[[tuple[int, Bucket]], Any], jobs: Iterator[tuple[int, Bucket]]
     ) -> Generator[Any, None, None]:
-        """Calls a function for each bucket, and returns its results in order.
-
-        On a device, two threads call it: the device has work while one of them plans or writes files. Ranks of a sharded source take
-        part in each bucket together, so they have one thread.
-        """
+        """Calls a function for each bucket, and returns its results in order. On a device, in two threads: one plans or writes files
+        while the device works for the other. All ranks of a sharded source encode a bucket together, so they have one thread."""
         if not self._is_on_device or self._source.is_sharded:
             yield from map(encode, jobs)
             return

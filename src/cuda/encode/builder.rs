@@ -210,12 +210,11 @@ impl<'a> Encode<'a> {
     /// ```no_run
     /// # use tpde::cuda::{DeviceCheckpoint, Encode, Encoder, Stream};
     /// # use tpde::{Codec, EncodeOptions};
-    /// # fn main() -> tpde::Result<()> {
-    /// # let (base, target, stream): (DeviceCheckpoint, DeviceCheckpoint, Stream) = todo!();
+    /// # fn example(base: &DeviceCheckpoint, target: &DeviceCheckpoint, stream: &Stream) -> tpde::Result<()> {
     /// let encoder = Encoder::new();
     /// let options = EncodeOptions::default().codec(Codec::Conditioned);
     /// std::thread::scope(|scope| {
-    ///     let encode = Encode::new(&target).base(&base).options(options).after(&stream).encoder(&encoder);
+    ///     let encode = Encode::new(target).base(base).options(options).after(stream).encoder(&encoder);
     ///     let encoding = encode.start(scope)?;
     ///     // The host may do other work here.
     ///     let (pair, report) = encoding.wait()?;

@@ -129,7 +129,7 @@ impl FormRanges {
     }
 }
 
-/// Queues the hashes of formed lanes: `buffer` has a part of them at a time. Its size is a multiple of [`PIECE`].
+/// Queues the hashes of formed lanes. `buffer` holds one part of the lanes at a time, and its size is a multiple of [`PIECE`].
 pub(super) fn queue_hashes(stream: &Stream, kernel: Kernel, buffer: &DeviceSlice, bases: &[&Formed]) -> Result<Hashes> {
     let mut plan = HashPlan::default();
     let mut ranges = FormRanges::default();

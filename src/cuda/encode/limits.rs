@@ -3,8 +3,8 @@
 /// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
 ///
 /// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the survey of a wave, `scratch` and
-/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow. Training, before these threads begin, has as
-/// much as all of them.
+/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow. Training precedes these threads, and may use
+/// the memory of all of them.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Limits {
     /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes.

@@ -51,7 +51,7 @@ fn every_form_codec_favor_and_density() {
     // For each density, a favor and whether there is little memory.
     for (n, (rarity, is_little)) in [(1, true), (9, false), (500, true)].into_iter().enumerate() {
         for codec in [Codec::Raw, Codec::Conditioned] {
-            // Each group of tensors that share tables takes long on the stand-in: a third of them.
+            // On the stand-in, only a third of the tensors: each table set takes about a second there.
             let few = small(&mut Random(n as u64)).into_iter();
             let tensors = match (stand_in::is_used(), codec) {
                 (true, Codec::Conditioned) => tensors_of(few.skip(n).step_by(3), rarity),
