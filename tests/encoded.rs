@@ -10,7 +10,9 @@ use std::fmt::Write;
 use std::path::Path;
 use tpde::internals;
 use tpde::internals::Section;
-use tpde::{Apply, Codec, Encode, EncodeOptions, Favor, FormatVersion, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex};
+use tpde::{
+    Apply, Codec, CodecChoice, Encode, EncodeOptions, Favor, FormatVersion, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex,
+};
 
 /// Rows of the matrices: small for all options, larger so that samples are taken, and large for one kind of input.
 const SIDES: [u64; 3] = [160, 700, 1600];
@@ -47,6 +49,7 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
         ("raw".into(), with(Codec::Raw, None)),
         ("zstd".into(), with(Codec::Zstd, None)),
     ];
+    ways.push(("device".into(), default().codec(CodecChoice::Device)));
     ways.extend(Layout::ALL.iter().map(|&layout| (format!("zstd-{}", layout.name()), with(Codec::Zstd, Some(layout)))));
     let mut found = [String::new(), String::new()];
     for (side, inputs, ways) in [(SIDES[0], usize::MAX, &ways[..]), (SIDES[1], usize::MAX, &ways[..2]), (SIDES[2], 2, &ways[..1])] {
@@ -66,6 +69,21 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
         let expected = std::fs::read_to_string(&path).unwrap();
         let changed: Vec<_> = expected.lines().zip(found.lines()).filter(|(expected, found)| expected != found).collect();
         assert!(changed.is_empty() && expected.lines().count() == found.lines().count(), "{file}: {changed:#?}");
+    }
+}
+
+/// The profile `device` chooses by estimates. On every input it is about as small as the better of its codecs.
+#[test]
+fn the_profile_for_devices_is_about_as_small_as_the_best_of_its_codecs() {
+    for input in common::inputs::inputs(SIDES[0]) {
+        let (base, target) = (input.base(), input.target());
+        let size = |codec: CodecChoice| {
+            let (pair, _) = Encode::new(&target).base(&base).options(EncodeOptions::default().codec(codec)).to_memory().unwrap();
+            pair.index().size() + pair.blob().len() as u64
+        };
+        let best = size(Codec::Conditioned.into()).min(size(Codec::Raw.into()));
+        let found = size(CodecChoice::Device);
+        assert!(found <= best + best / 100 + 32, "{}: {found} bytes, {best} with one codec", input.name);
     }
 }
 

@@ -48,7 +48,7 @@ pub struct Encode {
     /// JSON file that maps names of target tensors to names of base tensors: {"target name": "base name", ...}
     #[arg(long, value_name = "FILE.json")]
     pub rename_map: Option<PathBuf>,
-    /// Encoding device: cpu, cuda or cuda:N. A CUDA device needs --codec conditioned or raw, and memory for both checkpoints
+    /// Encoding device: cpu, cuda or cuda:N. A CUDA device needs --codec device, conditioned or raw, and memory for both checkpoints
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: DeviceName,
 }

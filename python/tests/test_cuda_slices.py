@@ -411,7 +411,9 @@ class TestSteps:
 class TestEncode:
     def test_the_pair_is_that_of_the_cpu(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
         base, target = moved(cut.base), moved(cut.target)
-        for number, how in enumerate(({}, {"favor": "speed", "payload_digests": True}, {"split": SPLIT}, {"codec": "raw"})):
+        for number, how in enumerate(
+            ({}, {"favor": "speed", "payload_digests": True}, {"split": SPLIT}, {"codec": "raw"}, {"codec": "device"})
+        ):
             ours, cpu = tmp_path / f"device-{number}", tmp_path / f"cpu-{number}"
             done: list[tuple[int, int]] = []
             progress = lambda at, total: done.append((at, total))  # noqa: B023, E731

@@ -123,7 +123,7 @@ def save_file(
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict, a module, or the slices of the base that the rank holds; ``None`` for a pair that
             needs no base.
-        codec: As for :func:`tpde.encode`. On a CUDA device ``"conditioned"``, which is the default there, or ``"raw"``.
+        codec: As for :func:`tpde.encode`. On a CUDA device ``"conditioned"``, which is the default there, ``"device"`` or ``"raw"``.
         favor, chunk_lanes, layout, renamed, format, payload_digests, derived, split, replace, progress: As for :func:`tpde.encode`.
 
     Raises:

@@ -157,6 +157,14 @@ impl ChunkEncoder {
         })
     }
 
+    /// Returns the estimated size of a payload of codec `conditioned` in bytes, without encoding it; of other codecs 0.
+    pub(crate) fn estimate(&mut self, coding: Coding<'_>, difference: Difference<'_>) -> u64 {
+        let Coding::Conditioned { tables, low_bits, decode_cost } = coding else { return 0 };
+        with_lane!(difference.dtype.lane_bytes(), L => {
+            self.conditioned.estimate::<L>(difference, tables, low_bits, decode_cost)
+        })
+    }
+
     /// Appends the smallest payload of codec `zstd` among these layouts. Returns the size of the payload in each tried layout.
     /// See `zstd::Encoder::encode` for `enough`.
     pub(crate) fn smallest_frame(

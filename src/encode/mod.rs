@@ -6,9 +6,11 @@ mod assembly;
 mod bases;
 mod builder;
 mod cuts;
+mod estimate;
 mod explain;
 mod options;
 mod plan;
+mod processor;
 mod run;
 mod split;
 mod survey;
@@ -24,6 +26,10 @@ pub use split::Split;
 // The encoder on a device shares these.
 #[cfg(feature = "cuda")]
 pub(crate) use cuts::Selection;
+#[cfg(feature = "cuda")]
+pub(crate) use estimate::{Surveyor, Trial, TrialResult, choose_ways};
+#[cfg(feature = "cuda")]
+pub(crate) use options::Way;
 #[cfg(feature = "cuda")]
 pub(crate) use plan::{Plan, check_holdable, low_bits};
 #[cfg(feature = "cuda")]

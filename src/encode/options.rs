@@ -204,7 +204,8 @@ pub enum CodecChoice {
     Auto,
     /// Rebuild on a GPU. Each tensor takes conditioned or raw.
     ///
-    /// Each tensor is coded from the base or from zeros, in a codec that a device can decode without the CPU.
+    /// Each tensor is coded from the base or from zeros, in a codec that a device can decode without the CPU. Sizes are estimated, so
+    /// that a device can encode with this profile too.
     Device,
     /// One codec for all tensors, from the base if there is one.
     Only(Codec),

@@ -3,8 +3,10 @@
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
 use super::bases::has_base;
 use super::cuts::Selection;
+use super::estimate::choose_ways;
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable};
+use super::processor::Processor;
 use super::survey::Survey;
 use super::train::train;
 use super::ways::{Attempt, Worker};
@@ -156,7 +158,10 @@ pub(super) fn encode_holding<W: Write>(
     let mut plans = selection.plans(options)?;
     check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
-    train(base, target, options, &mut plans, &workers, progress)?;
+    match options.codec {
+        CodecChoice::Device => choose_ways(options, &mut plans, &mut Processor { base, target, workers: &workers, progress })?,
+        _ => train(base, target, options, &mut plans, &workers, progress)?,
+    }
     let mut assembly = Assembly::new(builder, max_held_bytes, options, &plans, base, target);
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {
         let chunk = plan.width() << plan.chunk_lanes_log2;

@@ -59,7 +59,7 @@ pub(crate) fn group(plan: &Plan) -> Group {
 }
 
 /// The group of a tensor whose lanes are coded from the base, or from zeros.
-fn group_in(plan: &Plan, from_base: bool) -> Group {
+pub(crate) fn group_in(plan: &Plan, from_base: bool) -> Group {
     let derived = plan.derived.as_ref().filter(|_| from_base);
     let derived = derived.map(|derived| (derived.base_dtype, derived.scales.as_ref().map(|(form, _)| *form)));
     Group { dtype: plan.dtype, from_base, derived }
@@ -75,15 +75,15 @@ pub(super) fn train(
     workers: &Pool<Worker>,
     progress: Progress<'_>,
 ) -> Result<()> {
-    train_with(options, plans, |pieces, add| {
+    train_with(options, plans, &|_, plan| Some(group(plan)), |pieces, add| {
         in_batches(
             pieces,
-            |(plan, _)| PIECE * plan.width(),
-            |&mut (plan, k)| {
+            |(plan, ..)| PIECE * plan.width(),
+            |&mut (plan, _, k)| {
                 progress.done(0)?;
                 workers.with(|worker| sample(base, target, options, plan, k, worker))
             },
-            |(plan, _), (from_base, from_zeros)| {
+            |(plan, ..), (from_base, from_zeros)| {
                 for (from_base, sample) in [(true, from_base), (false, from_zeros)] {
                     if let Some(sample) = sample {
                         add(group_in(plan, from_base), &sample);
@@ -95,14 +95,15 @@ pub(super) fn train(
     })
 }
 
-/// Pieces to sample: a plan, and the number of the piece in its tensor.
-pub(crate) type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, u64)>;
+/// Pieces to sample: a plan, its group, and the number of the piece in its tensor.
+pub(crate) type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, Group, u64)>;
 
-/// [`train`], for any way to sample pieces. `sample` is called once per round, and passes the samples to its second argument, in
-/// any order.
+/// [`train`], for any way to sample pieces, and for the tensors to which `group_of` gives a group. `sample` is called once per round, and passes the
+/// samples to its second argument, in any order.
 pub(crate) fn train_with(
     options: &EncodeOptions,
     plans: &mut [Plan],
+    group_of: &dyn Fn(usize, &Plan) -> Option<Group>,
     mut sample: impl for<'a, 'p> FnMut(Pieces<'a, 'p>, &mut dyn FnMut(Group, &conditioned::Sample)) -> Result<()>,
 ) -> Result<()> {
     if !options.codec.has_tables() {
@@ -110,8 +111,10 @@ pub(crate) fn train_with(
     }
     let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
     let mut groups = BTreeMap::<Group, Sampled>::new();
-    for plan in plans.iter() {
-        groups.entry(group(plan)).or_default().pieces += pieces(plan);
+    for (i, plan) in plans.iter().enumerate() {
+        if let Some(group) = group_of(i, plan) {
+            groups.entry(group).or_default().pieces += pieces(plan);
+        }
     }
     for sampled in groups.values_mut() {
         sampled.stride = stride(sampled.pieces, options.favor);
@@ -125,14 +128,16 @@ pub(crate) fn train_with(
         let strides: BTreeMap<Group, u64> =
             groups.iter().filter(|(_, sampled)| is_sampled(sampled)).map(|(group, sampled)| (*group, sampled.stride)).collect();
         let mut numbers = BTreeMap::<Group, u64>::new();
-        let mut pieces_of_round = plans.iter().filter(|plan| strides.contains_key(&group(plan))).flat_map(|plan| {
-            let number = numbers.entry(group(plan)).or_default();
-            let (first, stride) = (*number, strides[&group(plan)]);
+        let sampled = plans.iter().enumerate().filter_map(|(i, plan)| group_of(i, plan).map(|group| (plan, group)));
+        let sampled = sampled.filter_map(|(plan, group)| Some((plan, group, *strides.get(&group)?)));
+        let mut pieces_of_round = sampled.flat_map(|(plan, group, stride)| {
+            let number = numbers.entry(group).or_default();
+            let first = *number;
             *number += pieces(plan);
             let round = round.clone();
             // Position of piece `n` in the sampling order of its stride. The order begins at a different piece in each stride.
             let turn = move |n: u64| (n + conditioned::sample_offset(n / stride, stride)) % stride;
-            (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, k))
+            (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, group, k))
         });
         sample(&mut pieces_of_round, &mut |group, sample| {
             let sampled = groups.entry(group).or_default();
@@ -152,7 +157,11 @@ pub(crate) fn train_with(
         })
         .collect();
     for plan in plans {
-        plan.tables = [true, false].map(|from_base| sets.get(&group_in(plan, from_base)).cloned().flatten());
+        for (i, from_base) in [true, false].into_iter().enumerate() {
+            if let Some(set) = sets.get(&group_in(plan, from_base)) {
+                plan.tables[i] = set.clone();
+            }
+        }
     }
     Ok(())
 }

@@ -100,6 +100,12 @@ impl Encoders {
         Ok((payload, encoded))
     }
 
+    /// Estimated size in bytes of a payload of codec `conditioned`. `difference` is the difference from the base lanes, or from zeros.
+    pub fn estimate(&mut self, plan: &Plan, from_base: bool, difference: Difference<'_>) -> Result<u64> {
+        let way = Way { from_base, codec: Codec::Conditioned };
+        Ok(encoder(&mut self.encoders, way)?.estimate(plan.coding(way, None), difference))
+    }
+
     /// Tries all ways on a chunk. `difference` is as for [`encode`](Self::encode).
     ///
     /// Each way is first tried on a part of the chunk. Ways whose estimates are close to the smallest are then tried on the whole

@@ -3,7 +3,7 @@
 
 use super::choice::{Choice, Model, activity, choose, missing_cost};
 use super::coded::{Classifier, CodedLanes, tiles_of};
-use super::context::{HALF, tile_blocks};
+use super::context::{BLOCK, HALF, tile_blocks};
 use super::cost::{BIT, exception_bytes};
 use super::payload::{MAX_LOG2, segment};
 use super::stats::{Split, Stats, all_lanes};
@@ -97,6 +97,43 @@ impl Encoder {
         Encoded { uncompressed_size: base.len() as u32, num_deltas: changed as u32 }
     }
 
+    /// Returns the estimated size of the payload that [`encode`](Self::encode) writes, in bytes.
+    pub fn estimate<L: Lane>(
+        &mut self,
+        difference: Difference<'_>,
+        tables: Option<&TableSet>,
+        low_bits: u32,
+        decode_cost: DecodeCost,
+    ) -> u64 {
+        let Difference { base, changed, .. } = difference;
+        let choice = match tables {
+            Some(tables) if changed != 0 => {
+                let Chosen { choice, coded, .. } = self.choose::<L>(difference, tables, low_bits, decode_cost);
+                Some((choice.cost, coded))
+            }
+            _ => None,
+        };
+        estimated_size(changed, choice, low_bits, (base.len(), L::BYTES), decode_cost)
+    }
+
+    /// Chooses activities and maps, and finds the coded lanes. If there are low bits, sets the mask of all lanes.
+    fn choose<L: Lane>(&mut self, difference: Difference<'_>, tables: &TableSet, low_bits: u32, decode_cost: DecodeCost) -> Chosen {
+        let Difference { dtype, base, target, masks, changed } = difference;
+        let model = model_of(&mut self.model, tables, low_bits, L::BYTES);
+        let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
+        let valued = match low_bits {
+            0 => masks,
+            _ => all_lanes(difference.lanes(), &mut self.all),
+        };
+        let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
+        let choice = choose(&stats, model, split, decode_cost.lane, L::BYTES);
+        let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
+        let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
+        self.coded.find::<L>(self.platform, classifier, &levels, base, None);
+        let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
+        Chosen { split, choice, levels, coded }
+    }
+
     /// Encodes the chunk with tables. Returns false if a value has no token and cannot be an exception.
     fn encode_coded<L: Lane>(
         &mut self,
@@ -106,26 +143,13 @@ impl Encoder {
         decode_cost: DecodeCost,
         payload: &mut Vec<u8>,
     ) -> bool {
-        let Difference { dtype, base, target, masks, changed } = difference;
-        let missing = missing_cost(low_bits, L::BYTES);
-        let model = match &mut self.model {
-            Some(model) if model.set == *tables && model.missing == missing => model,
-            model => model.insert(Model::new(tables, missing)),
-        };
-        let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
+        let Difference { dtype, base, target, masks, .. } = difference;
+        let Chosen { split, choice, levels, coded } = self.choose::<L>(difference, tables, low_bits, decode_cost);
+        let model = model_of(&mut self.model, tables, low_bits, L::BYTES);
         // Masks of the lanes that have a value: the changed lanes, or with low bits all lanes.
-        let valued = match low_bits {
-            0 => masks,
-            _ => all_lanes(difference.lanes(), &mut self.all),
-        };
-        let stats = Stats::gather::<L>(base, target, dtype, split, valued, changed);
-        let choice = choose(&stats, model, split, decode_cost.lane, L::BYTES);
-        let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
-        let (blocks, tile) = (levels.len(), tile_blocks(L::BYTES));
-        let tiles = blocks.div_ceil(tile);
-        let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
-        self.coded.find::<L>(self.platform, classifier, &levels, base, None);
-        let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
+        let valued = if low_bits == 0 { masks } else { &self.all };
+        let tile = tile_blocks(L::BYTES);
+        let tiles = levels.len().div_ceil(tile);
         let (states, segments) = shape(coded, size_of_cost(choice.cost, coded, low_bits, decode_cost), tiles, decode_cost);
         if states != STEP {
             // The number of states depends on the number of coded lanes.
@@ -182,6 +206,50 @@ impl Encoder {
         payload.extend(&self.streams);
         true
     }
+}
+
+/// What is chosen for a chunk with tables.
+struct Chosen {
+    split: Split,
+    choice: Choice,
+    /// Activity of each block.
+    levels: Vec<u8>,
+    /// Number of coded lanes.
+    coded: usize,
+}
+
+/// Returns the model of a table set, which is kept for the next chunk.
+fn model_of<'m>(kept: &'m mut Option<Model>, tables: &TableSet, low_bits: u32, width: usize) -> &'m Model {
+    let missing = missing_cost(low_bits, width);
+    if kept.as_ref().is_none_or(|model| model.set != *tables || model.missing != missing) {
+        *kept = None;
+    }
+    kept.get_or_insert_with(|| Model::new(tables, missing))
+}
+
+/// Estimates the size of a payload in bytes, for a chunk of `size` bytes, in lanes of `width` bytes, in which `changed` lanes change.
+/// `choice` has the cost of the choice and the number of coded lanes, if there are tables.
+pub(crate) fn estimated_size(
+    changed: usize,
+    choice: Option<(u64, usize)>,
+    low_bits: u32,
+    (size, width): (usize, usize),
+    decode_cost: DecodeCost,
+) -> u64 {
+    /// Bytes that a state adds to a stream, on average.
+    const STATE_BYTES: usize = 3;
+    if changed == 0 {
+        return 0;
+    }
+    let uncoded = uncoded_bytes(changed, width, size) as u64;
+    choice.map_or(uncoded, |(cost, coded)| {
+        let lanes = size / width;
+        let streams = size_of_cost(cost, coded, low_bits, decode_cost);
+        let (states, segments) = shape(coded, streams, lanes.div_ceil(BLOCK * tile_blocks(width)), decode_cost);
+        let low = (lanes as u64 * u64::from(low_bits)).div_ceil(8);
+        let fixed = size_of::<ConditionedHeader>() + 4 * (segments - 1) + STATE_BYTES * states * segments;
+        (streams + low + fixed as u64).min(uncoded)
+    })
 }
 
 /// Returns the size in bytes of a payload that lists all changes of a chunk as exceptions.

@@ -29,7 +29,7 @@ pub use encode::DecodeCost;
 pub(crate) use encode::Encoder;
 pub(crate) use encode::uncoded_size;
 #[cfg(feature = "cuda")]
-pub(crate) use encode::{listed_bytes, shape, size_of_cost, uncoded_bytes};
+pub(crate) use encode::{estimated_size, listed_bytes, shape, size_of_cost, uncoded_bytes};
 pub(crate) use parts::parts;
 pub(crate) use stats::sample_offset;
 pub use tables::TableSet;

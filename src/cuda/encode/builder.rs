@@ -25,7 +25,7 @@ use std::thread::Scope;
 /// Encodes a target checkpoint in device memory as a pair: its difference from a base in device memory.
 ///
 /// The pair has the bytes that [`crate::Encode`] makes of the same tensors with the same options. The codec must be `conditioned`
-/// or `raw` for all tensors. Each part that the pair describes must be in one slice of the target and in one of the base, with rows
+/// or `raw` for all tensors, or the profile `device`, which chooses one of them for each tensor. Each part that the pair describes must be in one slice of the target and in one of the base, with rows
 /// at one distance, as [`TensorSlice`](crate::cuda::TensorSlice) explains. Digests are hashed on the device.
 ///
 /// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. The digest of a tensor of more
@@ -88,7 +88,7 @@ impl<'a> Encode<'a> {
     /// Checks that a device can encode with these options, before checkpoints are copied to it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the codec is neither `conditioned` nor `raw` for all tensors.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if a tensor may get codec `zstd`.
     pub fn check_options(options: &EncodeOptions) -> Result<()> {
         check_codec(options)
     }

@@ -2,12 +2,12 @@
 
 use super::session::{Drained, Session};
 use super::source::Source;
-use crate::codec::conditioned::{ModelTables, shape, size_of_cost, tokens_within};
+use crate::codec::conditioned::{ModelTables, estimated_size, shape, size_of_cost, tokens_within};
 use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::HashRange;
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::encode::{Plan, low_bits};
+use crate::encode::{Plan, Trial, TrialResult, Way, low_bits};
 use crate::error::Result;
 use crate::format::BaseKind;
 use std::collections::HashMap;
@@ -95,18 +95,18 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Uploads the sets of all plans.
-    pub fn upload(session: &Session<'_>, plans: &[Plan]) -> Result<Self> {
+    /// Uploads the sets with which plans are coded from their base (`true`) or from zeros.
+    pub fn upload<'p>(session: &Session<'_>, plans: impl Iterator<Item = (&'p Plan, bool)>) -> Result<Self> {
         let mut places = HashMap::new();
         let mut words = Vec::<u32>::new();
-        for plan in plans {
-            let Some(set) = tables_of(plan) else { continue };
+        for (plan, from_base) in plans {
+            let Some(set) = tables_of(plan, from_base) else { continue };
             let next = places.len() as u32;
             if *places.entry(Arc::as_ptr(set).addr()).or_insert(next) < next {
                 continue;
             }
             let width = plan.width() as usize;
-            let model = ModelTables::new(set, low_bits(plan.dtype, plan.base_kind != BaseKind::None), width);
+            let model = ModelTables::new(set, low_bits(plan.dtype, from_base), width);
             words.extend(model.entries.iter().flat_map(|entry| [*entry as u32, (*entry >> 32) as u32]));
             words.extend(model.costs.iter().flat_map(|costs| costs.iter().copied().chain([0])));
             words.extend(&model.present);
@@ -114,8 +114,10 @@ impl Tables {
         Ok(Self { places, memory: session.upload(&words)? })
     }
 
-    fn place(&self, plan: &Plan) -> u32 {
-        tables_of(plan).and_then(|set| self.places.get(&Arc::as_ptr(set).addr()).copied()).unwrap_or(abi::NO_TABLES)
+    /// Index of the set with which a plan is coded from its base, or from zeros.
+    fn place(&self, plan: &Plan, from_base: bool) -> u32 {
+        let place = tables_of(plan, from_base).and_then(|set| self.places.get(&Arc::as_ptr(set).addr()).copied());
+        place.unwrap_or(abi::NO_TABLES)
     }
 
     pub fn address(&self) -> u64 {
@@ -123,9 +125,8 @@ impl Tables {
     }
 }
 
-/// The tables that a plan's chunks are coded with.
-fn tables_of(plan: &Plan) -> Option<&Arc<TableSet>> {
-    plan.way.get().filter(|way| way.codec == Codec::Conditioned).and_then(|way| plan.tables_of(*way))
+fn tables_of(plan: &Plan, from_base: bool) -> Option<&Arc<TableSet>> {
+    plan.tables_of(Way { from_base, codec: Codec::Conditioned })
 }
 
 /// A chunk to encode: the index of its tensor, the plan of the tensor, and its number in the tensor.
@@ -145,16 +146,28 @@ pub(super) struct Wave<'a> {
     _memory: (DeviceSlice, Option<DeviceSlice>),
 }
 
-impl<'a> Wave<'a> {
-    /// Surveys chunks, chooses their maps, and counts their coded lanes. Sets the form of each payload that follows from these
-    /// counts.
-    pub fn new(session: &Session<'_>, source: &Source, tables: &Tables, jobs: &[Job<'a>]) -> Result<Self> {
-        let of_jobs = jobs.iter().map(|&(_, plan, number)| (plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2));
-        let (mut chunks, copies) = source.chunks(session, of_jobs)?;
+/// Chunks with what the survey found out about them, in device memory.
+struct Surveyed {
+    chunks: Vec<EncodeChunk>,
+    found: Vec<EncodeState>,
+    states: DeviceSlice,
+    memory: (DeviceSlice, Option<DeviceSlice>),
+}
+
+impl Surveyed {
+    /// Surveys chunks, and for those that are coded with tables chooses their maps and counts their coded lanes.
+    fn new<'p>(
+        session: &Session<'_>,
+        source: &Source,
+        tables: &Tables,
+        chunks: impl Iterator<Item = (Trial<'p>, Codec)> + Clone,
+    ) -> Result<Self> {
+        let (mut described, copies) = source.chunks(session, chunks.clone().map(|(trial, _)| trial))?;
         let _copied = Drained(session);
-        for (chunk, (_, plan, _)) in chunks.iter_mut().zip(jobs) {
-            chunk.tables = tables.place(plan);
+        for (chunk, (trial, _)) in described.iter_mut().zip(chunks).filter(|(_, (_, codec))| *codec == Codec::Conditioned) {
+            chunk.tables = tables.place(trial.plan, trial.from_base);
         }
+        let mut chunks = described;
         let memory = survey_memory(&mut chunks);
         let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
         memory.place(&mut chunks, &survey, &states);
@@ -178,13 +191,46 @@ impl<'a> Wave<'a> {
             session.launch(session.kernels.count, memory.parts, &parameter)?;
         }
         let found = session.read::<EncodeState>(&states, chunks.len())?;
+        Ok(Self { chunks, found, states, memory: (survey, copies) })
+    }
+}
+
+impl<'a> Wave<'a> {
+    /// Surveys chunks, and sets the form of each payload that follows from what is found.
+    pub fn new(session: &Session<'_>, source: &Source, tables: &Tables, jobs: &[Job<'a>]) -> Result<Self> {
+        let trials = jobs.iter().map(|&(_, plan, number)| {
+            let first = number << plan.chunk_lanes_log2;
+            let lanes = (plan.lanes - first).min(1 << plan.chunk_lanes_log2);
+            let way = way_of(plan);
+            (Trial { plan, from_base: way.from_base, first, lanes }, way.codec)
+        });
+        let Surveyed { chunks, found, states, memory } = Surveyed::new(session, source, tables, trials)?;
         let chunks = jobs.iter().zip(chunks).zip(found).map(|((&job, device), state)| {
             let mut chunk = Chunk { job, device, state };
             chunk.choose_form();
             chunk
         });
-        Ok(Self { chunks: chunks.collect(), states, _memory: (survey, copies) })
+        Ok(Self { chunks: chunks.collect(), states, _memory: memory })
     }
+}
+
+/// Estimates payloads, as the encoder of the processor does. `tables` has the sets of all plans.
+pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
+    let surveyed = Surveyed::new(session, source, tables, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
+    let result = |((trial, chunk), state): ((&Trial<'_>, &EncodeChunk), &EncodeState)| {
+        let choice = (chunk.tables != abi::NO_TABLES).then_some((state.cost, state.coded as usize));
+        let size = ((u64::from(chunk.lanes) << chunk.lane_log2) as usize, 1 << chunk.lane_log2);
+        let (changed, low_bits) = (state.changed, chunk.low_bits.into());
+        let conditioned = estimated_size(changed as usize, choice, low_bits, size, trial.plan.decode_cost);
+        TrialResult { changed, conditioned }
+    };
+    Ok(trials.iter().zip(&surveyed.chunks).zip(&surveyed.found).map(result).collect())
+}
+
+/// The way in which a plan's chunks are coded.
+fn way_of(plan: &Plan) -> Way {
+    // Each plan has one when waves begin.
+    plan.way.get().copied().unwrap_or(Way { from_base: plan.base_kind != BaseKind::None, codec: Codec::Raw })
 }
 
 impl Chunk<'_> {
@@ -196,8 +242,7 @@ impl Chunk<'_> {
     fn choose_form(&mut self) {
         let uncoded = self.uncoded();
         let Self { job: (_, plan, _), device, state } = self;
-        let codec = plan.way.get().map_or(Codec::Raw, |way| way.codec);
-        device.form = match codec {
+        device.form = match way_of(plan).codec {
             _ if state.changed == 0 => form::NONE,
             Codec::Raw => form::RAW,
             // Exceptions replace no low bits.

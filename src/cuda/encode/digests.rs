@@ -140,7 +140,8 @@ impl<'a> Digests<'a> {
     /// Returns the digests of an entry, and waits for them: of its base if it uses one, and of its target.
     pub fn of(&mut self, source: &Source, plan: &Plan) -> Result<(Option<Digest>, Digest)> {
         loop {
-            let base = plan.base.filter(|_| source.base(plan).is_some()).map(|i| self.base[i as usize]);
+            let from_base = plan.way.get().is_none_or(|way| way.from_base) && source.base(plan).is_some();
+            let base = plan.base.filter(|_| from_base).map(|i| self.base[i as usize]);
             match (base, self.target[plan.target as usize]) {
                 (None, Some(target)) => return Ok((None, target)),
                 (Some(Some(base)), Some(target)) => return Ok((Some(base), target)),

@@ -44,7 +44,9 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits, &source, &selection, &plans, known)?;
         train::train(&session, &source, job, &mut plans)?;
-        let tables = Tables::upload(&session, &plans)?;
+        let ways = plans.iter().filter_map(|plan| plan.way.get().map(|way| (plan, way)));
+        let coded = ways.filter(|(_, way)| way.codec == Codec::Conditioned).map(|(plan, way)| (plan, way.from_base));
+        let tables = Tables::upload(&session, coded)?;
         let mut memory = session.take_memory()?;
         memory.shrink(job.limits.memory);
         let expected = memory.blob_bytes;
@@ -88,10 +90,11 @@ fn chunks_of(i: usize, plan: &Plan) -> impl Iterator<Item = chunks::Job<'_>> {
 
 /// Checks that a device can encode with these options.
 pub(super) fn check_codec(options: &EncodeOptions) -> Result<()> {
-    if matches!(options.codec, CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
+    if matches!(options.codec, CodecChoice::Device | CodecChoice::Only(Codec::Conditioned | Codec::Raw)) {
         return Ok(());
     }
-    Err(unsupported(&format!("expected codec conditioned or raw for all tensors, found {}", options.codec.name())))
+    let found = options.codec.name();
+    Err(unsupported(&format!("expected codec device, conditioned or raw, found {found}: a device does not compress with zstd")))
 }
 
 fn check_supported(job: &Job<'_>) -> Result<()> {

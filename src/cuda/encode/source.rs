@@ -10,7 +10,7 @@ use crate::cuda::rows::Rows;
 use crate::cuda::runtime::copies::CopyRows;
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::derived::Derived;
-use crate::encode::{Plan, Selection, low_bits};
+use crate::encode::{Plan, Selection, Trial, low_bits};
 use crate::error::{Error, Escaped, Result};
 use crate::format::BaseKind;
 use crate::rectangle::Rectangle;
@@ -113,7 +113,7 @@ impl Source {
         Self { base: vec![Some(lanes.clone())], target: vec![lanes] }
     }
 
-    /// The base lanes of an entry that is coded from a base.
+    /// The base lanes of an entry that may be coded from a base.
     pub fn base(&self, plan: &Plan) -> Option<&Lanes> {
         let number = plan.base.filter(|_| plan.base_kind != BaseKind::None)?;
         self.base.get(number as usize)?.as_ref()
@@ -135,18 +135,17 @@ impl Source {
         lanes.filter(|lanes| lanes.needs_copy(plan.width())).count() as u64 * plan.width()
     }
 
-    /// Describes chunks: of each, up to this number of lanes of an entry, from this lane on. Queues copies of lanes that the
+    /// Describes chunks: lanes of entries. Queues copies of lanes that the
     /// kernels cannot read where they are. The memory of the copies is needed as long as the chunks.
     pub fn chunks<'p>(
         &self,
         session: &Session<'_>,
-        chunks: impl Iterator<Item = (&'p Plan, u64, u64)>,
+        chunks: impl Iterator<Item = Trial<'p>>,
     ) -> Result<(Vec<EncodeChunk>, Option<DeviceSlice>)> {
         let (mut described, mut copied, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for (i, (plan, first, lanes)) in chunks.enumerate() {
+        for (i, Trial { plan, from_base, first, lanes }) in chunks.enumerate() {
             let width = plan.width();
-            let lanes = lanes.min(plan.lanes - first);
-            let base = self.base(plan);
+            let base = self.base(plan).filter(|_| from_base);
             let base_lanes = base.map_or(0, |base| base.bytes() / width).saturating_sub(first).min(lanes);
             let mut place = |source: &Lanes, lanes: u64, is_base| {
                 if source.needs_copy(width) && lanes > 0 {
@@ -165,7 +164,7 @@ impl Source {
                 lane_cost: plan.decode_cost.lane as u32,
                 dtype: plan.dtype.code(),
                 lane_log2: width.ilog2() as u8,
-                low_bits: low_bits(plan.dtype, plan.base_kind != BaseKind::None) as u8,
+                low_bits: low_bits(plan.dtype, from_base) as u8,
                 ..EncodeChunk::default()
             });
         }

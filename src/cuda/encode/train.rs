@@ -1,12 +1,15 @@
-//! Samples for the tables of codec `conditioned`. The device counts tokens; the host makes tables from the counts.
+//! Samples for the tables of codec `conditioned`, and estimates for the codec profile `device`. The device counts tokens; the host
+//! makes tables from the counts.
 
-use super::chunks::{memory_of, survey_memory};
+use super::chunks::{Tables, estimate, memory_of, survey_memory};
 use super::job::Job;
 use super::session::{Drained, Session};
 use super::source::Source;
 use crate::codec::conditioned::{Sample, tokens_within};
 use crate::cuda::abi;
-use crate::encode::{Group, PIECE, Pieces, Plan, group, low_bits, train_with};
+use crate::encode::{
+    CodecChoice, Group, PIECE, Pieces, Plan, Surveyor, Trial, TrialResult, choose_ways, group, low_bits, train_with,
+};
 use crate::error::Result;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
@@ -14,35 +17,75 @@ use std::collections::BTreeMap;
 /// Maximum number of pieces per launch.
 const PIECES: usize = 2048;
 
-/// Sets the tables of every plan, as the encoder of the processor does.
+/// Sets tables and way of every plan, as the encoder of the processor does.
 pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
-    train_with(job.options, plans, |pieces: Pieces<'_, '_>, add| {
+    let mut surveyor = OnDevice { session, source, job };
+    match job.options.codec {
+        CodecChoice::Device => choose_ways(job.options, plans, &mut surveyor),
+        _ => train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| surveyor.sample(pieces, add)),
+    }
+}
+
+/// Reads lanes on the device.
+struct OnDevice<'a> {
+    session: &'a Session<'a>,
+    source: &'a Source,
+    job: &'a Job<'a>,
+}
+
+impl Surveyor for OnDevice<'_> {
+    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, &Sample)) -> Result<()> {
+        let Self { session, source, job } = *self;
         // The pieces of each group that are sampled next, and the size of their memory.
-        let mut groups = BTreeMap::<Group, (Vec<(&Plan, u64)>, u64)>::new();
-        for (plan, piece) in pieces {
-            let (pieces, memory) = groups.entry(group(plan)).or_default();
-            let more = memory_of(source, plan, piece * PIECE, PIECE);
+        let mut groups = BTreeMap::<Group, (Vec<Trial<'_>>, u64)>::new();
+        for (plan, group, piece) in pieces {
+            let first = piece * PIECE;
+            let (pieces, memory) = groups.entry(group).or_default();
+            let more = memory_of(source, plan, first, PIECE);
             if pieces.len() == PIECES || (*memory + more > job.limits.wave && !pieces.is_empty()) {
-                add(group(plan), &sample(session, source, group(plan), pieces, job.watcher)?);
+                add(group, &sample(session, source, group, pieces, job.watcher)?);
                 pieces.clear();
                 *memory = 0;
             }
-            pieces.push((plan, piece));
+            pieces.push(Trial { plan, from_base: group.from_base, first, lanes: PIECE.min(plan.lanes - first) });
             *memory += more;
         }
         for (group, (pieces, _)) in groups {
             add(group, &sample(session, source, group, &pieces, job.watcher)?);
         }
         Ok(())
-    })
+    }
+
+    fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
+        let Self { session, source, job } = *self;
+        if trials.is_empty() {
+            return Ok(Vec::new());
+        }
+        let tables = Tables::upload(session, trials.iter().map(|trial| (trial.plan, trial.from_base)))?;
+        let mut results = Vec::with_capacity(trials.len());
+        let mut rest = trials;
+        while !rest.is_empty() {
+            job.watcher.done(0)?;
+            let mut memory = 0;
+            let count = rest.iter().take(PIECES).take_while(|trial| {
+                let is_first = memory == 0;
+                memory += memory_of(source, trial.plan, trial.first, trial.lanes);
+                is_first || memory <= job.limits.wave
+            });
+            let (now, after) = rest.split_at(count.count());
+            results.extend(estimate(session, source, &tables, now)?);
+            rest = after;
+        }
+        Ok(results)
+    }
 }
 
 /// Returns the sample of some pieces of a group's tensors.
-fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[(&Plan, u64)], progress: Progress<'_>) -> Result<Sample> {
+fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[Trial<'_>], progress: Progress<'_>) -> Result<Sample> {
     progress.done(0)?;
     let low_bits = low_bits(of.dtype, of.from_base);
     let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;
-    let (mut chunks, _copies) = source.chunks(session, pieces.iter().map(|&(plan, piece)| (plan, piece * PIECE, PIECE)))?;
+    let (mut chunks, _copies) = source.chunks(session, pieces.iter().copied())?;
     let _copied = Drained(session);
     let memory = survey_memory(&mut chunks);
 

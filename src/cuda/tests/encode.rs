@@ -6,7 +6,10 @@ use super::cases::{Random, random_lanes};
 use super::stand_in;
 use crate::encode::Favor;
 use crate::lane::Dtype;
-use crate::{Checkpoint, Codec, EncodeOptions, Error, FormatVersion, MemoryCheckpoint, Pair, SafetensorsCheckpoint, TensorInfo};
+use crate::{
+    BaseKind, Checkpoint, Codec, CodecChoice, EncodeOptions, Error, FormatVersion, MemoryCheckpoint, Pair, SafetensorsCheckpoint,
+    TensorInfo,
+};
 use std::path::PathBuf;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -41,7 +44,7 @@ impl Tensors {
     }
 
     /// Encodes on both sides, and compares the pairs.
-    pub fn check(&self, options: &EncodeOptions, limits: Limits, what: &str) {
+    pub fn check(&self, options: &EncodeOptions, limits: Limits, what: &str) -> Pair<Vec<u8>> {
         let (base, target) = (Self::checkpoint(&self.base), Self::checkpoint(&self.target));
         let (expected, report) = crate::Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap();
         let device = super::device();
@@ -53,6 +56,7 @@ impl Tensors {
         assert!(pinned.blob()[..] == expected.blob()[..], "{what}: blobs differ in pinned memory");
         assert!(pinned.index().as_bytes() == expected.index().as_bytes(), "{what}: indexes differ with a blob in pinned memory");
         assert_eq!(format!("{found_report:?}"), format!("{report:?}"), "{what}");
+        found
     }
 }
 
@@ -124,14 +128,69 @@ fn pairs_have_the_bytes_of_the_processor() {
     };
     for &dtype in Dtype::ALL {
         let tensors = tensors_of(dtype, u64::from(dtype.code()), sizes, rarities);
-        for codec in [Codec::Conditioned, Codec::Raw] {
+        for codec in [Codec::Conditioned.into(), Codec::Raw.into(), CodecChoice::Device] {
             let options = EncodeOptions::default().codec(codec).chunk_lanes(1 << 13);
-            tensors.check(&options, Limits::default(), &format!("{dtype}, {codec}"));
+            tensors.check(&options, Limits::default(), &format!("{dtype}, {}", codec.name()));
         }
         // Without a base: coded from zeros.
         let mut without = tensors_of(dtype, u64::from(dtype.code()) + 100, &sizes[sizes.len().min(4) - 1..], &[1]);
         without.base.clear();
-        without.check(&EncodeOptions::default().codec(Codec::Conditioned), Limits::default(), &format!("{dtype}, no base"));
+        for codec in [Codec::Conditioned.into(), CodecChoice::Device] {
+            without.check(&EncodeOptions::default().codec(codec), Limits::default(), &format!("{dtype}, no base"));
+        }
+    }
+}
+
+/// Profile `device`: tensors for each way, small ones and large ones, of which only a part is read to choose. The ways are those
+/// that their names say.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn each_tensor_takes_its_smallest_way() {
+    let random = &mut Random(11);
+    let mut tensors = Tensors::default();
+    let mut expected = Vec::new();
+    let lanes_of = |lanes: usize| if stand_in::is_used() { lanes } else { 8 * lanes };
+    for lanes in [3000, lanes_of(140_000)] {
+        let is_large = lanes > 1 << 17;
+        let conditioned = Some((Codec::Conditioned, BaseKind::Same));
+        let few = if is_large { conditioned } else { Some((Codec::Raw, BaseKind::Same)) };
+        for dtype in [Dtype::Bf16, Dtype::F32] {
+            let width = dtype.lane_bytes();
+            let (base, target) = match dtype {
+                Dtype::Bf16 => weights(random, lanes, 2),
+                _ => random_lanes(random, dtype, lanes, 3),
+            };
+            let (unrelated, _) = random_lanes(random, dtype, lanes, 1);
+            let mut row = base.clone();
+            row[256 * width..][..100 * width].copy_from_slice(&unrelated[..100 * width]);
+            let mut one = base.clone();
+            one[lanes] ^= 1;
+            let mut sparse = vec![0; base.len()];
+            (0..8).for_each(|k| sparse[k * lanes / 8 * width] = 7);
+            let zeros = Some((if is_large { Codec::Conditioned } else { Codec::Raw }, BaseKind::None));
+            for (target, way) in [
+                (target, conditioned),
+                // Either codec may be smaller.
+                (row, None),
+                (one, few),
+                (base.clone(), conditioned),
+                (sparse, zeros),
+                (weights(random, lanes * width / 2, 1).0, Some((Codec::Conditioned, BaseKind::None))),
+            ] {
+                tensors.add(dtype, Some(lanes), base.clone(), target);
+                expected.push(way);
+            }
+            tensors.add(dtype, None, Vec::new(), base);
+            expected.push(Some((Codec::Conditioned, BaseKind::None)));
+        }
+    }
+    for favor in [Favor::Ratio, Favor::Speed] {
+        let options = EncodeOptions::default().codec(CodecChoice::Device).favor(favor).chunk_lanes(1 << 15);
+        let pair = tensors.check(&options, Limits { wave: 1 << 16, ..Limits::default() }, &format!("{favor}"));
+        let found = pair.index().tensors().map(|tensor| (tensor.codec, tensor.base_kind));
+        for (i, (found, expected)) in found.zip(&expected).enumerate() {
+            assert!(expected.is_none_or(|expected| found == expected), "{favor}, tensor {i}: {found:?}, expected {expected:?}");
+        }
     }
 }
 
@@ -188,6 +247,7 @@ fn small_pairs_of_all_widths() {
             tensors.check(&options.clone().codec(Codec::Conditioned), Limits { room: 1, ..one_warp }, &format!("{dtype}, no room"));
         }
         tensors.check(&options.clone().codec(Codec::Raw), one_warp, &format!("{dtype}, raw"));
+        tensors.check(&options.clone().codec(CodecChoice::Device), one_warp, &format!("{dtype}, device"));
         let mut without = tensors_of(dtype, u64::from(dtype.code()) + 300, &[lanes], &[]);
         without.base.clear();
         without.check(&options.codec(Codec::Conditioned), one_warp, &format!("{dtype}, no base"));
@@ -218,7 +278,7 @@ fn generated_checkpoints() {
             tensors.add(dtype, base_lanes, base, target);
         }
         let favor = [Favor::Ratio, Favor::Speed, Favor::Size][random.below(3)];
-        let codec = if random.once_in(5) { Codec::Raw } else { Codec::Conditioned };
+        let codec = [Codec::Raw.into(), Codec::Conditioned.into(), CodecChoice::Device, CodecChoice::Device][random.below(4)];
         let options = EncodeOptions::default().codec(codec).favor(favor).chunk_lanes(1 << (12 + random.below(5)));
         let options = match random.below(3) {
             0 => options.format(FormatVersion::V1_1),
@@ -294,8 +354,10 @@ fn real_pairs_have_the_bytes_of_the_processor() {
         for repeat in if large { &[1, 24][..] } else { &[1] } {
             for favor in if *repeat == 1 { &[Favor::Ratio, Favor::Speed, Favor::Size][..] } else { &[Favor::Ratio, Favor::Speed] } {
                 let tensors = Tensors { base: repeated(&base, *repeat), target: repeated(&target, *repeat) };
-                let options = EncodeOptions::default().codec(Codec::Conditioned).favor(*favor);
-                tensors.time(&options, &format!("{base_name} -> {target_name} x{repeat}, {favor}"));
+                for codec in [Codec::Conditioned.into(), CodecChoice::Device] {
+                    let options = EncodeOptions::default().codec(codec).favor(*favor);
+                    tensors.time(&options, &format!("{base_name} -> {target_name} x{repeat}, {}, {favor}", codec.name()));
+                }
             }
         }
     }

@@ -9,7 +9,7 @@ use super::stand_in;
 use crate::derived::BaseForm;
 use crate::encode::Favor;
 use crate::lane::Dtype;
-use crate::{Checkpoint, Codec, EncodeOptions, Error, FormatVersion, Rectangle, Rule};
+use crate::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, FormatVersion, Rectangle, Rule};
 
 /// The tensors that are given, of whose lanes one in `rarity` changes.
 fn tensors_of(all: impl IntoIterator<Item = Given>, rarity: usize) -> Tensors {
@@ -50,20 +50,21 @@ fn little_memory() -> Limits {
 fn every_form_codec_favor_and_density() {
     // For each density, a favor and whether there is little memory.
     for (n, (rarity, is_little)) in [(1, true), (9, false), (500, true)].into_iter().enumerate() {
-        for codec in [Codec::Raw, Codec::Conditioned] {
+        for codec in [Codec::Raw.into(), Codec::Conditioned.into(), CodecChoice::Device] {
             // On the stand-in, only a third of the tensors: each table set takes about a second there.
             let few = small(&mut Random(n as u64)).into_iter();
             let tensors = match (stand_in::is_used(), codec) {
-                (true, Codec::Conditioned) => tensors_of(few.skip(n).step_by(3), rarity),
-                (true, _) => tensors_of(few, rarity),
+                (true, CodecChoice::Only(Codec::Raw)) => tensors_of(few, rarity),
+                (true, _) => tensors_of(few.skip(n).step_by(3), rarity),
                 (false, _) => tensors_of(all(), rarity),
             };
             let options = EncodeOptions::default().codec(codec).favor([Favor::Ratio, Favor::Speed, Favor::Size][n]);
-            let what = format!("{codec}, 1 in {rarity}");
-            match is_little {
-                true => tensors.check(&options.chunk_lanes(1 << 12), little_memory(), &format!("{what}, little memory")),
-                false => tensors.check(&options, Limits::default(), &what),
-            }
+            let what = format!("{}, 1 in {rarity}", codec.name());
+            let (options, limits) = match is_little {
+                true => (options.chunk_lanes(1 << 12), little_memory()),
+                false => (options, Limits::default()),
+            };
+            tensors.check(&options, limits, &format!("{what}, little memory: {is_little}"));
         }
     }
 }

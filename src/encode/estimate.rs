@@ -1,0 +1,172 @@
+//! Chooses the way of each tensor for the codec profile `device`: by estimated sizes, before a chunk is encoded. A device makes
+//! the same estimates, so it writes the same bytes.
+//!
+//! 1. Tables are trained for lanes coded from the base.
+//! 2. Tensors that may be smaller if they are coded from zeros train a second set of tables.
+//! 3. Each tensor takes the way with the smallest estimate.
+
+use super::assembly::Shares;
+use super::options::EncodeOptions;
+use super::plan::{Plan, low_bits};
+use super::train::{Group, PIECE, Pieces, group_in, train_with};
+use crate::codec::conditioned::Sample;
+use crate::codec::{Codec, raw_size};
+use crate::error::Result;
+use crate::format::{BaseKind, PAYLOAD_ALIGN};
+use std::ops::AddAssign;
+use std::sync::OnceLock;
+
+/// Number of runs of lanes from which a large tensor is estimated.
+const RUNS: u64 = 8;
+/// A tensor of at most this many lanes is estimated from all of its chunks.
+const WHOLE: u64 = RUNS * PIECE;
+
+/// Lanes of a tensor whose payload is estimated.
+#[derive(Clone, Copy)]
+pub(crate) struct Trial<'a> {
+    pub plan: &'a Plan,
+    pub from_base: bool,
+    pub first: u64,
+    pub lanes: u64,
+}
+
+/// Estimated payload of a trial.
+#[derive(Clone, Copy)]
+pub(crate) struct TrialResult {
+    /// Number of lanes that change.
+    pub changed: u32,
+    /// Size of the payload of codec `conditioned` in bytes, with the tables of the plan.
+    pub conditioned: u64,
+}
+
+/// Reads lanes, on the processor or on a device.
+pub(crate) trait Surveyor {
+    /// Samples pieces of tensors: as [`train_with`] needs it.
+    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, &Sample)) -> Result<()>;
+
+    /// Estimates payloads, in the order of the trials.
+    fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>>;
+}
+
+/// Sums over the trials of a tensor in one way, or with `lanes` 0 nothing.
+#[derive(Debug, Clone, Copy, Default)]
+struct Estimate {
+    lanes: u64,
+    changed: u64,
+    /// Sizes of padded payloads in bytes.
+    conditioned: u64,
+    raw: u64,
+}
+
+impl AddAssign<(&Trial<'_>, TrialResult)> for Estimate {
+    fn add_assign(&mut self, (trial, result): (&Trial<'_>, TrialResult)) {
+        self.lanes += trial.lanes;
+        self.changed += u64::from(result.changed);
+        self.conditioned += result.conditioned.next_multiple_of(PAYLOAD_ALIGN);
+        self.raw += raw_size(result.changed, trial.plan.dtype.lane_bytes()).next_multiple_of(PAYLOAD_ALIGN);
+    }
+}
+
+impl Estimate {
+    /// Estimated size of all payloads of a tensor of `lanes` lanes. `None` for a codec whose size depends on lanes outside of the
+    /// trials: payloads of codec `raw` have no bound but the number of changes, and those of codec `conditioned` are only tens of
+    /// bytes larger where few lanes change.
+    fn size(&self, codec: Codec, lanes: u64) -> Option<u64> {
+        let scaled = |size: u64| (u128::from(size) * u128::from(lanes) / u128::from(self.lanes.max(1))) as u64;
+        match codec {
+            Codec::Conditioned if self.lanes > 0 => Some(scaled(self.conditioned)),
+            Codec::Raw if self.lanes == lanes => Some(self.raw),
+            _ => None,
+        }
+    }
+
+    /// Whether the tensor may be smaller if it is coded from zeros with tables. The low bits of its lanes are then stored uncoded.
+    fn may_be_above_zeros(&self, plan: &Plan) -> bool {
+        let min = self.lanes * u64::from(low_bits(plan.dtype, false)) / 8;
+        self.mostly_changes() && 16 * min < 17 * self.conditioned.min(self.raw)
+    }
+
+    /// Whether the trials have all lanes of a tensor, and none changes.
+    fn is_unchanged(&self, plan: &Plan) -> bool {
+        self.lanes == plan.lanes && self.changed == 0
+    }
+
+    /// Whether at least one in eight lanes changes. With fewer changes, the base is always used.
+    fn mostly_changes(&self) -> bool {
+        self.changed > 0 && 8 * self.changed >= self.lanes
+    }
+}
+
+/// Trains tables, and sets tables and way of every plan.
+pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], surveyor: &mut impl Surveyor) -> Result<()> {
+    let group_of_based = |_, plan: &Plan| has_base(plan).then(|| group_in(plan, true));
+    train_with(options, plans, &group_of_based, |pieces, add| surveyor.sample(pieces, add))?;
+    let based = estimates(plans, surveyor, true, |_, plan| has_base(plan))?;
+    // Without tables. A tensor that is mostly zeros may be smallest in this way.
+    let mut zeros = estimates(plans, surveyor, false, |i, plan| has_base(plan) && based[i].mostly_changes())?;
+
+    let is_candidate = |i: usize, plan: &Plan| !has_base(plan) || based[i].may_be_above_zeros(plan);
+    let candidates: Vec<bool> = plans.iter().enumerate().map(|(i, plan)| is_candidate(i, plan)).collect();
+    let group_of_candidate = |i: usize, plan: &Plan| candidates[i].then(|| group_in(plan, false));
+    train_with(options, plans, &group_of_candidate, |pieces, add| surveyor.sample(pieces, add))?;
+    // A large tensor without a base has only one way.
+    let is_tried = |i: usize, plan: &Plan| candidates[i] && (has_base(plan) || plan.lanes <= WHOLE);
+    let with_tables = estimates(plans, surveyor, false, is_tried)?;
+
+    for (i, plan) in plans.iter_mut().enumerate() {
+        if with_tables[i].lanes > 0 {
+            zeros[i] = with_tables[i];
+        }
+        // Sets that the tensor does not use, so that the others bear the size of these sets.
+        if based[i].is_unchanged(plan) || !has_base(plan) {
+            plan.tables[0] = None;
+        }
+        if zeros[i].is_unchanged(plan) || !candidates[i] {
+            plan.tables[1] = None;
+        }
+    }
+    let shares = Shares::new(plans);
+    for (i, plan) in plans.iter_mut().enumerate() {
+        let ways = options.codec.ways(has_base(plan));
+        let sizes = ways.iter().filter_map(|&way| {
+            let estimate = if way.from_base { &based[i] } else { &zeros[i] };
+            let payloads = estimate.size(way.codec, plan.lanes)?;
+            Some((way, payloads + shares.of(plan, way, payloads)))
+        });
+        let way = sizes.min_by_key(|(_, size)| *size).map_or(ways[0], |(way, _)| way);
+        plan.way = OnceLock::from(way);
+    }
+    Ok(())
+}
+
+/// Estimates tensors in one way: those that `is_tried` selects by number and plan.
+fn estimates(
+    plans: &[Plan],
+    surveyor: &mut impl Surveyor,
+    from_base: bool,
+    is_tried: impl Fn(usize, &Plan) -> bool,
+) -> Result<Vec<Estimate>> {
+    let tried = plans.iter().enumerate().filter(|&(i, plan)| is_tried(i, plan));
+    let (of_tensor, trials): (Vec<usize>, Vec<Trial<'_>>) =
+        tried.flat_map(|(i, plan)| ranges(plan).map(move |(first, lanes)| (i, Trial { plan, from_base, first, lanes }))).unzip();
+    let mut estimates = vec![Estimate::default(); plans.len()];
+    for ((i, trial), result) in of_tensor.into_iter().zip(&trials).zip(surveyor.estimate(&trials)?) {
+        estimates[i] += (trial, result);
+    }
+    Ok(estimates)
+}
+
+/// The lanes from which a tensor is estimated: the first one of each trial, and their number.
+fn ranges(plan: &Plan) -> impl Iterator<Item = (u64, u64)> + use<> {
+    let (lanes, chunk) = (plan.lanes, 1 << plan.chunk_lanes_log2);
+    let pieces = lanes / PIECE;
+    let (count, run) = if lanes <= WHOLE { (lanes.div_ceil(chunk), chunk) } else { (RUNS, chunk.min(PIECE)) };
+    (0..count).map(move |k| {
+        let first = if lanes <= WHOLE { k * chunk } else { (2 * k + 1) * pieces / (2 * RUNS) * PIECE };
+        (first, run.min(lanes - first))
+    })
+}
+
+fn has_base(plan: &Plan) -> bool {
+    plan.base_kind != BaseKind::None
+}

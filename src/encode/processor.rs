@@ -1,0 +1,72 @@
+//! Samples and estimates of tensors on the processor, for the codec profile `device`.
+
+use super::estimate::{Surveyor, Trial, TrialResult};
+use super::plan::low_bits;
+use super::train::{Group, PIECE, Pieces};
+use super::ways::{Lanes, Worker};
+use crate::batches::{Pool, in_batches};
+use crate::checkpoint::Checkpoint;
+use crate::codec::Difference;
+use crate::codec::conditioned::Sample;
+use crate::error::Result;
+use crate::watch::Progress;
+
+/// Reads lanes of base and target on the threads of the pool.
+pub(super) struct Processor<'a> {
+    pub base: Option<&'a dyn Checkpoint>,
+    pub target: &'a dyn Checkpoint,
+    pub workers: &'a Pool<Worker>,
+    pub progress: Progress<'a>,
+}
+
+impl Processor<'_> {
+    /// Base and target lanes of a trial. Lanes that are coded from zeros have base lanes of 0.
+    fn read<'l>(&'l self, lanes: &'l mut Lanes, trial: &Trial<'_>) -> Result<(&'l [u8], &'l [u8])> {
+        let width = trial.plan.width();
+        let base = self.base.filter(|_| trial.from_base);
+        self.progress.done(0)?;
+        lanes.read(base, self.target, trial.plan, trial.first * width, (trial.lanes * width) as usize)
+    }
+}
+
+impl Surveyor for Processor<'_> {
+    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, &Sample)) -> Result<()> {
+        in_batches(
+            pieces,
+            |(plan, ..)| PIECE * plan.width(),
+            |&mut (plan, Group { from_base, .. }, k)| {
+                let first = k * PIECE;
+                let trial = Trial { plan, from_base, first, lanes: PIECE.min(plan.lanes - first) };
+                self.workers.with(|worker| {
+                    let (base, target) = self.read(&mut worker.lanes, &trial)?;
+                    Ok(Sample::gather(plan.dtype, low_bits(plan.dtype, from_base), base, target))
+                })
+            },
+            |(_, group, _), sample| {
+                add(group, &sample);
+                Ok(())
+            },
+        )
+    }
+
+    fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
+        let mut results = Vec::with_capacity(trials.len());
+        in_batches(
+            trials,
+            |trial| trial.lanes * trial.plan.width(),
+            |&mut trial| {
+                self.workers.with(|Worker { encoders, lanes, masks }| {
+                    let (base, target) = self.read(lanes, trial)?;
+                    let difference = Difference::find(trial.plan.dtype, base, target, masks);
+                    let conditioned = encoders.estimate(trial.plan, trial.from_base, difference)?;
+                    Ok(TrialResult { changed: difference.changed as u32, conditioned })
+                })
+            },
+            |_, result| {
+                results.push(result);
+                Ok(())
+            },
+        )?;
+        Ok(results)
+    }
+}
