@@ -45,6 +45,7 @@ struct Stream {
 // Coded lanes in the queue, before they are classified: the place in the tile in the low bits, then the map.
 #define QUEUE_MAP 12
 #define QUEUE_CHANGED 0x8000 // the lane may have changed
+#define DENSE 16             // coded lanes per row of 32 lanes from which on a tile is queued row by row
 
 // A warp: puts the coded lanes of a tile into the queue, and returns their number.
 template <int W>
@@ -62,9 +63,21 @@ __device__ __forceinline__ u32 queue_tile(const EncodeChunk& chunk, const Classe
 #pragma unroll
     for (u32 by = 1; by < WARP; by *= 2) sum = add_from_before(sum, by);
     u32 count = __shfl_sync(ALL_LANES, sum, WARP - 1), place = sum - own, first = 32 * thread | map << QUEUE_MAP;
-    for (u32 rest = coded; rest; rest &= rest - 1, place++) {
-        u32 i = __ffs((i32)rest) - 1;
-        queue.indexes[place] = (u16)(first + i | (changed >> i & 1) * QUEUE_CHANGED);
+    if (count < DENSE * ROWS) {
+        for (u32 rest = coded; rest; rest &= rest - 1, place++) {
+            u32 i = __ffs((i32)rest) - 1;
+            queue.indexes[place] = (u16)(first + i | (changed >> i & 1) * QUEUE_CHANGED);
+        }
+    } else {
+        // Row by row: the threads write to adjacent places. Above, threads of full rows write to few banks of shared memory.
+        u32 before = (1u << thread) - 1;
+        for (u32 r = 0; r < ROWS; r++) {
+            u32 of_row = __shfl_sync(ALL_LANES, coded, (i32)r), changes = __shfl_sync(ALL_LANES, changed, (i32)r);
+            u32 start = __shfl_sync(ALL_LANES, place, (i32)r), lane = __shfl_sync(ALL_LANES, first, (i32)r) + thread;
+            if (of_row >> thread & 1) {
+                queue.indexes[start + __popc(of_row & before)] = (u16)(lane | (changes >> thread & 1) * QUEUE_CHANGED);
+            }
+        }
     }
     queue.indexes[count + thread] = 0;
     __syncwarp();

@@ -7,7 +7,7 @@
 /// the memory of all of them.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Limits {
-    /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes.
+    /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes. A wave may have one chunk more.
     pub lanes: u64,
     /// Maximum size of the memory for the chunks of a wave, or of a sample, in bytes: see `chunks::memory_of`. A chunk may need more.
     pub wave: u64,

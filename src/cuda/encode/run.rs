@@ -12,6 +12,8 @@ use super::train;
 use super::waves::Waves;
 use crate::checkpoint::Checkpoint;
 use crate::codec::Codec;
+use crate::cuda::runtime::driver::{Entered, RawEvent};
+use crate::cuda::runtime::stream::Stream;
 use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
 use crate::encode::{Plan, Selection, check_holdable, check_options, report};
 use crate::error::{Error, Result};
@@ -32,6 +34,8 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
 
     let device = &target.device().inner;
     let cx = device.context.enter()?;
+    // What the caller queues later is not waited for, also not by the threads that begin later.
+    let after = job.after.map(|stream| mark(&cx, stream)).transpose()?;
     let known = [job.base_digests, job.target_digests];
     let finished = {
         // Until waves begin, the memory of the first thread may grow to what the others leave.
@@ -40,7 +44,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         others.iter_mut().for_each(|memory| memory.shrink(job.limits.memory - job.limits.memory / 8));
         let kept: u64 = others.iter().map(Memory::bytes).sum();
         let in_training = Limits { memory: WORKERS as u64 * job.limits.memory - kept, ..job.limits };
-        let session = Session::new(target, &cx, job.after, in_training, memory)?;
+        let session = Session::new(target, &cx, after.as_ref(), in_training, memory)?;
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits, &source, &selection, &plans, known)?;
         train::train(&session, &source, job, &mut plans)?;
@@ -53,7 +57,8 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         let mut assembly =
             Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, added: 0, expected, digests };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
-        let waves = Waves { job, source: &source, tables: &tables, waves: waves(&jobs, &source, job.limits) };
+        let waves = waves(&jobs, &source, job.limits);
+        let waves = Waves { job, after: after.as_ref(), source: &source, tables: &tables, waves };
         others.insert(0, memory);
         waves.encode(&session, others, &mut assembly)?;
         assembly.finish(files)?
@@ -63,20 +68,36 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     Ok((finished, report))
 }
 
+/// Marks the work that is queued on a stream so far.
+fn mark(cx: &Entered<'_>, stream: &Stream) -> Result<RawEvent> {
+    let event = RawEvent::new(cx, false)?;
+    event.record(cx, stream.raw())?;
+    Ok(event)
+}
+
 /// Divides chunks into waves.
 fn waves<'s, 'a>(jobs: &'s [chunks::Job<'a>], source: &Source, limits: Limits) -> Vec<&'s [chunks::Job<'a>]> {
-    let lanes = limits.wave_bytes(jobs.iter().map(|(_, plan, _)| plan.width() << plan.chunk_lanes_log2).sum());
+    let bytes_of = |(_, plan, number): &chunks::Job<'_>| {
+        let first = number << plan.chunk_lanes_log2;
+        (plan.lanes - first).min(1 << plan.chunk_lanes_log2) * plan.width()
+    };
+    let lanes = limits.wave_bytes(jobs.iter().map(bytes_of).sum());
     let (mut waves, mut rest) = (Vec::new(), jobs);
+    // Waves end at multiples of their size, counted from the first one, so that the last one is about as large as the others.
+    let (mut done, mut end) = (0, lanes);
     while !rest.is_empty() {
-        let (mut bytes, mut memory) = (0, 0);
-        let count = rest.iter().take_while(|&&(_, plan, number)| {
-            let is_first = bytes == 0;
-            bytes += plan.width() << plan.chunk_lanes_log2;
-            let first = number << plan.chunk_lanes_log2;
-            memory += chunks::memory_of(source, plan, first, 1 << plan.chunk_lanes_log2);
-            is_first || (bytes <= lanes && memory <= limits.wave)
-        });
-        let (now, after) = rest.split_at(count.count());
+        let (mut count, mut memory) = (0, 0);
+        for job @ &(_, plan, number) in rest {
+            memory += chunks::memory_of(source, plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2);
+            let after = done + bytes_of(job);
+            if count > 0 && (after > end || memory > limits.wave) {
+                break;
+            }
+            (done, count) = (after, count + 1);
+        }
+        // A wave that ends early, for lack of memory, does not make the next one larger.
+        end = if memory > limits.wave { done + lanes } else { end.max(done) + lanes };
+        let (now, after) = rest.split_at(count);
         waves.push(now);
         rest = after;
     }
@@ -142,6 +163,26 @@ mod tests {
             way: Default::default(),
         };
         (plan, Source::of_one(memory, rows))
+    }
+
+    /// Waves are about equally large, also with chunks that do not divide them and with short tensors.
+    #[test]
+    fn waves_are_even() {
+        for (lanes, tensors, expected) in [(33 << 19, 1, [17, 16]), (1 << 10, 200_000, [100_000, 100_000])] {
+            let plans: Vec<_> = (0..tensors)
+                .map(|_| {
+                    let (plan, _) = tensor(Dtype::F32, 19, None);
+                    Plan { lanes, ..plan }
+                })
+                .collect();
+            let (_, source) = tensor(Dtype::F32, 19, None);
+            let jobs: Vec<_> = plans.iter().flat_map(|plan| chunks_of(0, plan)).collect();
+            let limits = Limits { lanes: 1 << 30, wave: 1 << 40, ..Limits::default() };
+            let waves = waves(&jobs, &source, limits);
+            let mut sizes: Vec<_> = waves.iter().map(|wave| wave.len()).collect();
+            sizes.sort_by_key(|size| std::cmp::Reverse(*size));
+            assert_eq!(sizes, expected, "{tensors} tensors of {lanes} lanes");
+        }
     }
 
     /// Waves of large tensors, with the sizes that are used outside of tests.

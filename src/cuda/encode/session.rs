@@ -22,7 +22,7 @@ pub(super) struct Session<'a> {
     cx: &'a Entered<'a>,
     pub kernels: EncodeKernels,
     stream: Option<OwnStream>,
-    after: Option<&'a Stream>,
+    after: Option<&'a RawEvent>,
     limits: Limits,
     memory: RefCell<Memory>,
 }
@@ -77,11 +77,11 @@ impl Encoder {
 }
 
 impl<'a> Session<'a> {
-    /// Begins after the work that is queued on `after`.
+    /// Begins after the work that `after` was recorded behind.
     pub fn new(
         target: &'a DeviceCheckpoint,
         cx: &'a Entered<'a>,
-        after: Option<&'a Stream>,
+        after: Option<&'a RawEvent>,
         limits: Limits,
         memory: Memory,
     ) -> Result<Self> {
@@ -95,10 +95,7 @@ impl<'a> Session<'a> {
 
     /// Makes a stream wait for the work of the caller.
     fn wait_for_caller(&self, stream: RawStream) -> Result<()> {
-        let Some(after) = self.after else { return Ok(()) };
-        let event = RawEvent::new(self.cx, false)?;
-        event.record(self.cx, after.raw())?;
-        event.hold(self.cx, stream)
+        self.after.map_or(Ok(()), |after| after.hold(self.cx, stream))
     }
 
     /// Returns a second stream, which also waits for the work of the caller.

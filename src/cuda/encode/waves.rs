@@ -9,6 +9,7 @@ use super::job::Job;
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
 use super::source::Source;
+use crate::cuda::runtime::driver::RawEvent;
 use crate::error::{Error, Result};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
@@ -16,6 +17,8 @@ use std::thread;
 /// All waves of a pair.
 pub(super) struct Waves<'s, 'a> {
     pub job: &'s Job<'s>,
+    /// The work of the caller that precedes.
+    pub after: Option<&'s RawEvent>,
     pub source: &'s Source,
     pub tables: &'s Tables,
     pub waves: Vec<&'s [ChunkJob<'a>]>,
@@ -84,7 +87,7 @@ impl Waves<'_, '_> {
     fn work(&self, worker: usize, workers: usize, memory: Memory, sender: &SyncSender<Payloads>) -> Result<Memory, Ended> {
         let device = &self.job.target.device().inner;
         let cx = device.context.enter()?;
-        let session = Session::new(self.job.target, &cx, self.job.after, self.job.limits, memory)?;
+        let session = Session::new(self.job.target, &cx, self.after, self.job.limits, memory)?;
         let _drained = Drained(&session);
         for jobs in self.waves.iter().skip(worker).step_by(workers) {
             let mut wave = Wave::new(&session, self.source, self.tables, jobs)?;

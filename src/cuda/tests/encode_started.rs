@@ -1,7 +1,7 @@
 //! Encodings that run in threads of their own.
 
 use super::super::encode::Limits;
-use super::super::{DeviceCheckpoint, Encode, Encoder};
+use super::super::{DeviceCheckpoint, Encode, Encoder, Stream};
 use super::asynchronous::{spin, spinner};
 use super::cases::{Random, random_lanes};
 use super::stand_in;
@@ -99,6 +99,33 @@ fn later_work_of_the_stream_is_not_waited_for() {
         assert_eq!(report.tensors.len(), 2);
         after.wait().unwrap();
     });
+}
+
+/// Queues work on the stream of the caller at its first report.
+struct Busy<'a>(&'a Stream, AtomicBool);
+
+impl Watch for Busy<'_> {
+    fn done(&self, _: u64) -> crate::Result<()> {
+        if !self.1.swap(true, Ordering::Relaxed) {
+            spin(super::device(), spinner(super::device()), self.0);
+        }
+        Ok(())
+    }
+}
+
+/// Threads that begin while tables are trained do not wait for what the caller has queued meanwhile.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn work_that_is_queued_during_a_call_is_not_waited_for() {
+    let sample = Sample::new();
+    let stream = super::device().stream().unwrap();
+    let watch = Busy(&stream, AtomicBool::new(false));
+    let options = options().codec(Codec::Conditioned);
+    let (pair, _) = sample.encode().options(options).after(&stream).watch(&watch).to_pinned().unwrap();
+    let after = stream.record().unwrap();
+    assert!(watch.1.load(Ordering::Relaxed) && !pair.blob().is_empty());
+    assert!(!stand_in::is_used() || !after.is_passed().unwrap(), "the encoding waited for later work");
+    after.wait().unwrap();
 }
 
 /// Several encodings at once, with one encoder, of which some are cancelled or dropped: the others are complete, and no memory is
