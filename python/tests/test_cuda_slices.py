@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
+import threading
+import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest
 
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
-from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
+from stand_in import DEVICE, IS_USED, driver, is_busy, raw, spin, to_device  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")
@@ -465,6 +470,73 @@ class TestEncode:
         arrays = {name: array.copy() for name, array in versions[1].items()}
         with pytest.raises(tpde.WrongBase):
             tpde.numpy.load_file(tmp_path / "forged", base=arrays)
+
+    def test_an_encoding_in_a_thread(self, cut: Cut, tmp_path: Path) -> None:  # noqa: F811
+        encoder, base, target = tpde.torch.Encoder(DEVICE), moved(cut.base), moved(cut.target)
+        stream = encoder._device.stream()
+        encoding = encoder.start(target, tmp_path / "device", base=base, chunk_lanes=4096)
+        # Later work of the stream is not waited for.
+        spin(stream)
+        report = encoding.wait()
+        assert encoding.is_done() and (is_busy(stream) or not IS_USED)
+        stream.synchronize() if driver is None else driver.finish(stream.cuda_stream)
+        tpde.numpy.save_file(cut.target, tmp_path / "cpu", base=cut.base, codec="conditioned", chunk_lanes=4096)
+        assert same_pairs(tmp_path / "device", tmp_path / "cpu")
+        assert encoding.wait() is report and len(report.tensors) == len(target)
+
+        # Errors are those of the handle, and leave what there is.
+        assert "device" in str(pytest.raises(tpde.AlreadyExists, encoder.start(target, tmp_path / "device", base=base).wait).value)
+        with pytest.raises(tpde.InvalidArgument, match="zstd"):
+            encoder.start(target, tmp_path / "refused", base=base, codec="zstd").wait()
+        with pytest.raises(TypeError, match="codek"):
+            encoder.start(target, tmp_path / "refused", base=base, codek="raw")
+
+        # One that is cancelled or dropped is complete, or has written nothing.
+        for name in ("cancelled", "dropped"):
+            encoding = encoder.start(target, tmp_path / name, base=base, chunk_lanes=4096)
+            encoding.cancel()
+            if name == "cancelled":
+                with contextlib.suppress(CancelledError):
+                    encoding.wait()
+            del encoding
+            written = [path for path in tmp_path.iterdir() if path.name.startswith(name)]
+            assert not written or same_pairs(tmp_path / name, tmp_path / "cpu")
+        encoder.save_file(target, tmp_path / "device", base=base, chunk_lanes=4096, replace=True)
+        assert same_pairs(tmp_path / "device", tmp_path / "cpu")
+
+    @pytest.mark.parametrize("how", ["cancel", "drop", "with", "interrupt", "progress"])
+    def test_an_encoding_is_ended(self, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        encoder, begun, ended = tpde.torch.Encoder(DEVICE), threading.Event(), threading.Event()
+
+        def encode(tensors: Any, path: Any, *, base: Any = None, progress: Any = None) -> Any:
+            try:
+                for done in range(1000):
+                    begun.set()
+                    progress(done, 1000)
+                    time.sleep(0.01)
+            finally:
+                ended.set()
+
+        monkeypatch.setattr(encoder, "save_file", encode)
+        fails = {"progress": lambda done, total: 1 / (done - 5)} if how == "progress" else {}
+        encoding = encoder.start({}, tmp_path / "pair", **fails)
+        assert begun.wait(10)
+        if how == "progress":
+            pytest.raises(ZeroDivisionError, encoding.wait)
+        elif how == "cancel":
+            assert not encoding.is_done()
+            encoding.cancel()
+            pytest.raises(CancelledError, encoding.wait)
+        elif how == "drop":
+            del encoding
+        elif how == "with":
+            with encoding:
+                pass
+        else:
+            threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+            pytest.raises(KeyboardInterrupt, encoding.wait)
+            assert encoding.is_done()
+        assert ended.is_set()
 
     def test_memory_that_pytorch_keeps_is_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         emptied: list[int] = []

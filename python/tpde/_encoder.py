@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from . import _state, _tpde
-from ._device import Device
-from ._paths import EncodeReport, StrPath, options
+from ._device import Device, SideStream
+from ._encoding import Encoding
+from ._paths import EncodeReport, StrPath, is_path, options
 from ._progress import Progress
 from ._slices import Slice
 
@@ -87,3 +89,29 @@ class Encoder:
         return _state.save(
             tensors, path, base=base, options=how, replace=replace, progress=progress, encoder=self, base_pair=base_pair
         )
+
+    def start(self, tensors: Tensors, path: StrPath, **how: Any) -> Encoding:
+        """Start :meth:`save_file` in a thread, and return a handle of it: ``is_done``, ``wait``, ``cancel``.
+
+        The encoding waits for the work that is queued on the current stream now, and for no later work. The tensors must not be
+        written until it has ended.
+
+        Args:
+            tensors, path, how: The arguments of :meth:`save_file`.
+
+        Raises:
+            TypeError: ``how`` has an argument that :meth:`save_file` lacks.
+            InvalidArgument: The current stream is being captured into a graph.
+        """
+        inspect.signature(self.save_file).bind(tensors, path, **how)
+        self._device.refuse_capture("starting an encoding")
+        target, progress, base = _state.held(tensors), how.pop("progress", None), how.pop("base", None)
+        if base is not None and not is_path(base):
+            base = _state.held(base)
+        side = SideStream(self.device)
+        side.follow()
+
+        def work(told: Any) -> EncodeReport:
+            return side.run(lambda: self.save_file(target, path, base=base, progress=told, **how))
+
+        return Encoding(work, progress)

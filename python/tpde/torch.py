@@ -23,6 +23,7 @@ import torch
 from . import _state
 from ._device import DevicePair
 from ._encoder import Encoder
+from ._encoding import Encoding
 from ._entry import Entry
 from ._errors import InvalidArgument
 from ._open import Reader
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointWeightPatch",
     "DevicePair",
     "Encoder",
+    "Encoding",
     "apply_",
     "apply_slices_",
     "iter_patches",
