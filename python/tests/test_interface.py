@@ -80,6 +80,7 @@ def public() -> dict[str, Any]:
         tpde.sync.Collective,
         tpde.SafeSlice,
         tpde.torch.CheckpointWeightPatch,
+        tpde.torch.Encoding,
         tpde.nn.Attached,
         tpde.nn.JITCompressedLinear,
     )
