@@ -95,7 +95,7 @@ impl PairArgs {
     }
 
     /// Times an encoding that reports this number of bytes to the bar.
-    fn timed(
+    pub fn timed(
         &self,
         bytes: u64,
         verb: &'static str,

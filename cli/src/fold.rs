@@ -1,12 +1,13 @@
 //! `tpde fold` and `tpde revert`: make one pair of a chain of pairs, forward or back.
 
 use super::common::Common;
-use super::encode::{PairArgs, Report};
-use super::inputs::{ChainArgs, jobs};
+use super::device::{DeviceName, open_cuda};
+use super::encode::{PairArgs, Report, Written};
+use super::inputs::{ChainArgs, OpenedChain, jobs};
 use super::text;
 use anyhow::Context;
 use clap::Args;
-use tpde::{Chain, Checkpoint, Encode, Result};
+use tpde::{Chain, Checkpoint, Encode, FileSource, Result};
 
 /// Make one pair of a chain of pairs
 ///
@@ -21,6 +22,10 @@ pub struct Fold {
     pub chain: ChainArgs,
     #[command(flatten)]
     pub made: PairArgs,
+    /// Device that applies the pairs and encodes: cpu, cuda or cuda:N. A CUDA device needs --codec device, conditioned or raw, and memory
+    /// for two checkpoints, or three if tensors change names, dtypes or shapes
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: DeviceName,
 }
 
 /// Make the pair that leads back from the target of a pair to its base
@@ -45,9 +50,40 @@ impl Fold {
     fn fold(&self, common: &Common) -> Result<Report> {
         let opened = self.chain.open()?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
-        let written = self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", common)?;
+        let written = match self.device {
+            DeviceName::Cpu => self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", common)?,
+            DeviceName::Cuda(ordinal) => self.fold_on(&open_cuda(ordinal)?, &chain, &opened, common)?,
+        };
         let base = (!self.chain.no_base).then(|| opened.base());
         Ok(Report::new(written, base, &chain.renamed()))
+    }
+
+    /// Copies the base to a device, and applies the pairs and encodes there.
+    #[cfg(feature = "cuda")]
+    fn fold_on(
+        &self,
+        device: &tpde::cuda::Device,
+        chain: &Chain<'_, FileSource>,
+        opened: &OpenedChain,
+        common: &Common,
+    ) -> Result<Written> {
+        use tpde::cuda::{self, DeviceCheckpoint, Rebuild};
+        let options = self.made.options();
+        cuda::Encode::check_options(&options)?;
+        let size = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum::<u64>();
+        let steps = opened.pairs.iter().map(|pair| pair.index().tensor_bytes().1).sum::<u64>();
+        self.made.timed(size(chain.base()) + steps + size(chain), "fold", common, |bar| {
+            let done = |bytes| bar.inc(bytes);
+            let base = DeviceCheckpoint::upload_watched(device, chain.base(), &done)?;
+            let last = Rebuild::new(chain, &base).progress(done).run()?;
+            let encode = cuda::Encode::fold(chain, &base, &last).options(options);
+            encode.overwrite(self.made.force).progress(done).to_path(&self.made.output)
+        })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn fold_on(&self, device: &super::device::NoCuda, _: &Chain<'_, FileSource>, _: &OpenedChain, _: &Common) -> Result<Written> {
+        match *device {}
     }
 }
 

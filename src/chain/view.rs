@@ -132,8 +132,25 @@ impl<'a, B: Source> Chain<'a, B> {
         &self.steps
     }
 
+    /// The pairs, in the order in which they are applied.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn pairs(&self) -> impl ExactSizeIterator<Item = &'a Pair<B>> {
+        self.steps.iter().map(|step| step.pair)
+    }
+
+    /// Rebuilds a chunk of step `step`, counted from 0, for its checks alone.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check_chunk(&self, step: usize, chunk: u32) -> Result<()> {
+        let Some(of) = self.steps.get(step) else { return Ok(()) };
+        let Some(tensor) = of.pair.index().tensors().find(|tensor| tensor.chunks().contains(&chunk)) else { return Ok(()) };
+        let lanes = tensor.chunk_range(chunk);
+        let width = tensor.lane_bytes() as u64;
+        let mut out = vec![0; ((lanes.end - lanes.start) * width) as usize];
+        self.read_entry(step, tensor.place, lanes.start * width, &mut out).map(drop)
+    }
+
     /// An error of step `step`, counted from 0.
-    pub(super) fn at_step(&self, step: usize, source: Error) -> Error {
+    pub(crate) fn at_step(&self, step: usize, source: Error) -> Error {
         Error::Step { number: step + 1, pair: self.steps[step].label.clone(), source: Box::new(source) }
     }
 

@@ -157,6 +157,18 @@ impl DeviceCheckpoint {
         &self.device
     }
 
+    /// Returns the slices, each with dtype and shape of its tensor, in ascending order of name: what [`DeviceCheckpoint::of_slices`]
+    /// takes.
+    pub fn slices(&self) -> impl Iterator<Item = (Dtype, Vec<u64>, TensorSlice<'_>)> {
+        self.tensors().iter().enumerate().flat_map(move |(i, info)| {
+            self.slices.of(i).iter().map(move |held| {
+                let Memory { slice, pitch } = &held.memory;
+                let (rectangle, memory) = (held.rectangle.clone(), slice.clone());
+                (info.dtype, info.shape.clone(), TensorSlice { name: &info.name, rectangle, memory, pitch: *pitch })
+            })
+        })
+    }
+
     /// Returns the memory of a rectangle of a tensor, and its rows if it has gaps. `what` names the checkpoint in errors.
     ///
     /// # Errors

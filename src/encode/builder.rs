@@ -1,6 +1,6 @@
 //! The builder that encodes a pair.
 
-use super::options::EncodeOptions;
+use super::options::{ChainNames, EncodeOptions};
 use super::run::{EncodeReport, encode, encoded_bytes};
 use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
@@ -9,12 +9,10 @@ use crate::format::BLOB_HEADER_SIZE;
 use crate::index::ValidatedIndex;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
-use crate::rectangle::Rectangle;
 use crate::safetensors::{check_composable, file_specs};
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -43,8 +41,7 @@ pub struct Encode<'a> {
     target: &'a dyn Checkpoint,
     base: Option<&'a dyn Checkpoint>,
     options: EncodeOptions,
-    /// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
-    of_chain: (BTreeMap<String, String>, BTreeMap<String, Vec<Rectangle>>),
+    of_chain: ChainNames,
     inputs: Vec<PathBuf>,
     overwrite: bool,
     watcher: Watcher<'a>,
@@ -83,7 +80,7 @@ impl<'a> Encode<'a> {
             target,
             base: None,
             options: EncodeOptions::default(),
-            of_chain: Default::default(),
+            of_chain: ChainNames::default(),
             inputs: Vec::new(),
             overwrite: false,
             watcher: Watcher::Nobody,
@@ -104,12 +101,13 @@ impl<'a> Encode<'a> {
     /// # Errors
     /// Those of [`Encode::to_path`]; [`Error::Step`](crate::Error::Step) for a step that is damaged or that does not fit.
     pub fn fold<B: Source>(chain: &'a Chain<'a, B>) -> Self {
-        Self { base: Some(chain.base()), of_chain: (chain.renamed(), chain.cuts()), ..Self::new(chain) }
+        Self { base: Some(chain.base()), of_chain: ChainNames { renamed: chain.renamed(), cuts: chain.cuts() }, ..Self::new(chain) }
     }
 
     /// Encodes the pair that leads back: from the last target of a chain to its base. Otherwise like [`Encode::fold`].
     pub fn revert<B: Source>(chain: &'a Chain<'a, B>) -> Self {
-        Self { base: Some(chain), of_chain: (chain.renamed_back(), chain.cuts_back()), ..Self::new(chain.base()) }
+        let of_chain = ChainNames { renamed: chain.renamed_back(), cuts: chain.cuts_back() };
+        Self { base: Some(chain), of_chain, ..Self::new(chain.base()) }
     }
 
     /// Sets the base: the checkpoint that readers of the pair already have. It may hold only slices of tensors, if they have all
@@ -148,7 +146,7 @@ impl<'a> Encode<'a> {
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), and [`Error::Invalid`](crate::Error::Invalid) for a shape that
     /// the format does not allow.
     pub fn progress_bytes(&self) -> Result<u64> {
-        encoded_bytes(self.base, self.target, &self.effective_options())
+        encoded_bytes(self.base, self.target, &self.of_chain.add_to(&self.options))
     }
 
     /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is one of these paths, or their common stem
@@ -188,7 +186,8 @@ impl<'a> Encode<'a> {
         let inputs: Vec<_> = checkpoints.chain(self.inputs.iter().cloned()).collect();
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, files, &self.effective_options(), builder, &self.watcher)?;
+        let (finished, report) =
+            encode(self.base, self.target, files, &self.of_chain.add_to(&self.options), builder, &self.watcher)?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
@@ -208,7 +207,8 @@ impl<'a> Encode<'a> {
     pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         blob.clear();
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, self.files()?, &self.effective_options(), builder, &self.watcher)?;
+        let (finished, report) =
+            encode(self.base, self.target, self.files()?, &self.of_chain.add_to(&self.options), builder, &self.watcher)?;
         Ok((finished.into_pair()?, report))
     }
 
@@ -224,21 +224,9 @@ impl<'a> Encode<'a> {
             check_composable(self.target.tensors())?;
         }
         let builder = PairBuilder::new(blob, "the blob".into(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, files, &self.effective_options(), builder, &self.watcher)?;
+        let (finished, report) =
+            encode(self.base, self.target, files, &self.of_chain.add_to(&self.options), builder, &self.watcher)?;
         Ok(Streamed { index: finished.index, header: finished.blob_header, blob: finished.blob, report })
-    }
-
-    /// The options, with the renamed tensors and cuts of a chain.
-    fn effective_options(&self) -> EncodeOptions {
-        let mut options = self.options.clone();
-        let (renamed, cuts) = &self.of_chain;
-        for (name, base_name) in renamed {
-            options.renamed.entry(name.clone()).or_insert_with(|| base_name.clone());
-        }
-        if options.cuts.is_empty() && options.split.is_empty() {
-            options.cuts.clone_from(cuts);
-        }
-        options
     }
 
     /// The files of the target.

@@ -29,7 +29,7 @@ pub(crate) use cuts::Selection;
 #[cfg(feature = "cuda")]
 pub(crate) use estimate::{Surveyor, Trial, TrialResult, choose_ways};
 #[cfg(feature = "cuda")]
-pub(crate) use options::Way;
+pub(crate) use options::{ChainNames, Way};
 #[cfg(feature = "cuda")]
 pub(crate) use plan::{Plan, check_holdable, low_bits};
 #[cfg(feature = "cuda")]

@@ -63,6 +63,27 @@ impl Default for EncodeOptions {
     }
 }
 
+/// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
+#[derive(Debug, Default)]
+pub(crate) struct ChainNames {
+    pub renamed: BTreeMap<String, String>,
+    pub cuts: BTreeMap<String, Vec<Rectangle>>,
+}
+
+impl ChainNames {
+    /// Adds them to options.
+    pub fn add_to(&self, options: &EncodeOptions) -> EncodeOptions {
+        let mut options = options.clone();
+        for (name, base_name) in &self.renamed {
+            options.renamed.entry(name.clone()).or_insert_with(|| base_name.clone());
+        }
+        if options.cuts.is_empty() && options.split.is_empty() {
+            options.cuts.clone_from(&self.cuts);
+        }
+        options
+    }
+}
+
 impl EncodeOptions {
     /// Sets [`codec`](Self#structfield.codec).
     #[must_use]

@@ -12,6 +12,7 @@ fn a_device_that_is_not_there_is_said_so() {
         "verify pair --base base.safetensors --device cuda:999",
         "bench base.safetensors target.safetensors --device cuda:999",
         "encode base.safetensors target.safetensors -o out --codec raw --device cuda:999",
+        "fold base.safetensors pair -o out --codec raw --device cuda:999",
     ] {
         place.fails(command, DEVICE, "no CUDA device");
         assert!(!place.path("out.safetensors").exists() && !place.path("out.tpde-index").exists());
@@ -87,6 +88,43 @@ fn a_device_encodes_the_same_pairs() {
     }
 }
 
+/// A device folds the same pairs as the CPU.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_device_folds_the_same_pairs() {
+    let place = Place::with_pair();
+    let tensors = [tensor("added", "F32", &[300], 1), tensor("w", "BF16", &[70, 90], 2)];
+    write_file(&place.path("last.safetensors"), &tensors);
+    place.ok("encode target.safetensors last.safetensors -o next --split *=0:2");
+    place.ok("encode --no-base base.safetensors -o whole");
+    for (n, options) in [
+        "base.safetensors pair next --codec device",
+        "base.safetensors pair next --codec raw --format 1.1 --split added=0:1",
+        "base.safetensors pair --codec conditioned --favor speed --chunk-lanes 4096 --payload-digests",
+        "--no-base whole pair next --codec raw",
+    ]
+    .iter()
+    .enumerate()
+    {
+        let expected = place.json(&format!("fold {options} -o cpu{n}"));
+        let found = place.json(&format!("fold {options} -o cuda{n} --device cuda"));
+        for key in ["tensors", "added", "removed", "stored_bytes"] {
+            assert_eq!(found[key], expected[key], "{key}");
+        }
+        for ending in ["tpde-index", "tpde-blob"] {
+            place.assert_same(&format!("cuda{n}.{ending}"), &format!("cpu{n}.{ending}"));
+        }
+    }
+    place.ok("apply base.safetensors cuda0 -o rebuilt.safetensors");
+    place.assert_same("rebuilt.safetensors", "last.safetensors");
+    let why = "expected codec device, conditioned or raw, found auto";
+    place.fails("fold base.safetensors pair next -o no --device cuda", USAGE, why);
+    place.fails("fold base.safetensors next pair -o no --codec raw --device cuda", DATA, "step 2 of the chain");
+    place.fails("fold target.safetensors pair next -o no --codec raw --device cuda", DATA, "wrong base");
+    assert!(!place.path("no.tpde-index").exists() && !place.path("no.tpde-blob").exists());
+}
+
 /// Each row of `bench` was compared: pairs that the device encodes with those of the CPU, rebuilt tensors with the target.
 #[cfg(feature = "cuda")]
 #[test]
@@ -117,10 +155,11 @@ fn the_stand_in_of_a_device_gives_the_same_files() {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let output = std::process::Command::new(&test)
         .args(["--ignored", "--exact", "device::a_device_gives_the_same_files", "device::a_device_encodes_the_same_pairs"])
+        .arg("device::a_device_folds_the_same_pairs")
         .arg("device::a_device_is_measured")
         .envs([("LD_LIBRARY_PATH", folder.join("driver")), ("TPDE_STAND_IN", "late".into())])
         .output()
         .unwrap();
     let told = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && told.contains("3 passed"), "{told}");
+    assert!(output.status.success() && told.contains("4 passed"), "{told}");
 }

@@ -7,16 +7,18 @@ use super::limits::Limits;
 use super::run::{check_codec, encode};
 use super::session::Encoder;
 use super::started::{Cancellable, Encoding, point_of};
+use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
 use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::stream::Stream;
-use crate::encode::{EncodeOptions, EncodeReport};
+use crate::encode::{ChainNames, EncodeOptions, EncodeReport};
 use crate::error::Result;
 use crate::format::DIGEST_SIZE;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::safetensors::{check_composable, file_specs};
+use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
 use std::path::{Path, PathBuf};
@@ -55,6 +57,7 @@ pub struct Encode<'a> {
     target: &'a DeviceCheckpoint,
     base: Option<&'a DeviceCheckpoint>,
     options: EncodeOptions,
+    of_chain: ChainNames,
     base_digests: Known,
     target_digests: Known,
     after: Option<&'a Stream>,
@@ -73,6 +76,7 @@ impl<'a> Encode<'a> {
             target,
             base: None,
             options: EncodeOptions::default(),
+            of_chain: ChainNames::default(),
             base_digests: Default::default(),
             target_digests: Default::default(),
             after: None,
@@ -83,6 +87,16 @@ impl<'a> Encode<'a> {
             limits: Limits::default(),
             watcher: Watcher::Nobody,
         }
+    }
+
+    /// Folds a chain: encodes one pair from its base to its last version, as [`crate::Encode::fold`] does. `base` has the tensors of
+    /// the chain's base, and [`Rebuild`](crate::cuda::Rebuild) makes `last`. The pair describes the files of the last version, and
+    /// nothing is published if it overlaps files of the chain, or if they have changed.
+    ///
+    /// With the same options the pair has the bytes of the processor's fold. [`Chain::renamed`] says which tensors are paired.
+    pub fn fold<B: Source>(chain: &'a Chain<'a, B>, base: &'a DeviceCheckpoint, last: &'a DeviceCheckpoint) -> Self {
+        let of_chain = ChainNames { renamed: chain.renamed(), cuts: chain.cuts() };
+        Self { base: Some(base), of_chain, read_from: Some((chain, Some(chain.base()))), ..Self::new(last) }
     }
 
     /// Checks that a device can encode with these options, before checkpoints are copied to it.
@@ -173,7 +187,7 @@ impl<'a> Encode<'a> {
         let inputs: Vec<_> = read.chain(self.inputs.iter().cloned()).collect();
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) = encode(&self.job(), files, builder)?;
+        let (finished, report) = encode(&self.job(&self.effective_options()), files, builder)?;
         self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
@@ -185,7 +199,7 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_path`], except those about files of the pair.
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         let builder = PairBuilder::new(Vec::new(), "memory".into(), self.options.form())?;
-        let (finished, report) = encode(&self.job(), self.files()?, builder)?;
+        let (finished, report) = encode(&self.job(&self.effective_options()), self.files()?, builder)?;
         self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
         Ok((finished.into_pair()?, report))
     }
@@ -197,7 +211,8 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_memory`].
     pub fn to_pinned(&self) -> Result<(Pair<PinnedBuffer>, EncodeReport)> {
         let blob = PinnedBlob::new(&self.target.device().inner);
-        let (finished, report) = encode(&self.job(), Vec::new(), PairBuilder::new(blob, "memory".into(), self.options.form())?)?;
+        let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
+        let (finished, report) = encode(&self.job(&self.effective_options()), Vec::new(), builder)?;
         Ok((Pair::new(finished.index, finished.blob.finish(&finished.blob_header)?)?, report))
     }
 
@@ -250,8 +265,13 @@ impl<'a> Encode<'a> {
         target.files().map_or(Ok(Vec::new()), |target| file_specs(target, base.and_then(|base| base.files())))
     }
 
-    fn job(&self) -> Job<'_> {
-        let Self { target, base, options, base_digests, target_digests, after, encoder, limits, watcher, .. } = self;
+    /// The options, with the names and cuts of a chain.
+    fn effective_options(&self) -> EncodeOptions {
+        self.of_chain.add_to(&self.options)
+    }
+
+    fn job<'s>(&'s self, options: &'s EncodeOptions) -> Job<'s> {
+        let Self { target, base, base_digests, target_digests, after, encoder, limits, watcher, .. } = self;
         let (base, after, encoder, limits) = (*base, *after, *encoder, *limits);
         Job { target, base, options, base_digests, target_digests, after, encoder, limits, watcher }
     }

@@ -16,6 +16,7 @@ mod encode_faults;
 mod encode_memory;
 mod encode_slices;
 mod encode_started;
+mod fold;
 mod frames;
 mod generated;
 mod given;

@@ -148,13 +148,13 @@ const ABOUT_KERNELS: [&str; 4] = ["::vectors::", "::hostile::", "::generated::",
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn in_late_order() {
-    run("late", &["::pairs::"], 46);
+    run("late", &["::pairs::"], 54);
 }
 
 #[test]
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn in_early_order() {
-    run("early", &ABOUT_KERNELS, 36);
+    run("early", &ABOUT_KERNELS, 44);
 }
 
 #[test]
