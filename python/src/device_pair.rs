@@ -179,14 +179,21 @@ impl DevicePair {
         Ok(PlanOfAll { bytes: planned.bytes(), made: Mutex::new(Some((planned, bound))) })
     }
 
-    /// Size in bytes of the scratch memory in which [`Self::apply_chain`] checks the pairs of a chain.
+    /// Size in bytes of the scratch memory in which [`Self::apply_chain`] checks the pairs of a chain: at most `scratch`, or the
+    /// size of the largest tensor.
     #[staticmethod]
-    fn chain_bytes(py: Python<'_>, pairs: Vec<Py<Self>>, tensors: Tensors) -> PyResult<u64> {
+    #[pyo3(signature = (pairs, tensors, *, scratch))]
+    fn chain_bytes(py: Python<'_>, pairs: Vec<Py<Self>>, tensors: Tensors, scratch: Option<u64>) -> PyResult<u64> {
         let is_whole = matches!(tensors, Tensors::Whole(_));
         let tensors = tensors.unowned(py);
         let bytes = || -> Result<u64> {
             let (steps, bound) = (steps(&pairs), bound_to_last(&pairs, tensors, is_whole)?);
-            ApplyChain::new(&steps, &bound.slices()?).bytes()
+            let slices = bound.slices()?;
+            let chain = ApplyChain::new(&steps, &slices);
+            match scratch {
+                Some(bytes) => chain.scratch_bytes(bytes).bytes(),
+                None => chain.bytes(),
+            }
         };
         bytes().map_err(|e| errors::to_python(py, &e))
     }
@@ -213,7 +220,7 @@ impl DevicePair {
             let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
             // SAFETY: the Python half holds the tensor until this call returns.
             let scratch = unsafe { slice(scratch) };
-            match ApplyChain::new(&steps, &bound.slices()?).scratch(scratch).run(&stream) {
+            match ApplyChain::new(&steps, &bound.slices()?).scratch_bytes(scratch.bytes()).scratch(scratch).run(&stream) {
                 Ok(()) => tpde::Watch::done(steering, total).map(|()| true),
                 // Nothing was written, so the tensors are compared with the last target and with the first base.
                 Err(Error::Step { number: 1, pair, source }) => {

@@ -1,5 +1,6 @@
 //! Functions that work on paths.
 
+use crate::device::Device;
 use crate::errors;
 use crate::memory::Tensors;
 use crate::pair::open;
@@ -7,10 +8,10 @@ use crate::run::{Steering, run};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tpde::{
     Apply, Chain, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FileSource, FormatVersion,
-    Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
+    Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify, cuda,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -98,7 +99,7 @@ pub fn bytes_of(checkpoint: &dyn Checkpoint) -> u64 {
 }
 
 /// The report of a pair that was written, for the Python half.
-pub fn encode_report(report: &EncodeReport, output: &std::path::Path, not_included: &[String]) -> String {
+pub fn encode_report(report: &EncodeReport, output: &Path, not_included: &[String]) -> String {
     let paths = PairPaths::new(output);
     json!({
         "index": paths.index.to_string_lossy(),
@@ -173,7 +174,7 @@ pub fn encode_memory(
 
 /// Makes one pair of a chain of pairs: from the base to the last target, or back.
 #[pyfunction]
-#[pyo3(signature = (pairs, path, *, base, is_back, options, replace, progress))]
+#[pyo3(signature = (pairs, path, *, base, is_back, options, replace, device, progress))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
 pub fn fold(
     py: Python<'_>,
@@ -183,19 +184,43 @@ pub fn fold(
     is_back: bool,
     options: Options,
     replace: bool,
+    device: Option<Py<Device>>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     let (pairs, base, options, total) = run(py, None, 0, |steering| {
         let (pairs, base, options) = (open_chain(&pairs, steering)?, Base::open(base)?, options.parse()?);
-        let total = if is_back { bytes_of(base.checkpoint()) } else { bytes_of(&Chain::new(base.checkpoint(), &pairs)?) };
-        Ok((pairs, base, options, total))
+        let target = if is_back { bytes_of(base.checkpoint()) } else { bytes_of(&Chain::new(base.checkpoint(), &pairs)?) };
+        let steps: u64 = pairs.iter().map(|pair| pair.index().tensor_bytes().1).sum();
+        // A device reads the base, and rebuilds each version.
+        let before = if device.is_some() { bytes_of(base.checkpoint()) + steps } else { 0 };
+        Ok((pairs, base, options, before + target))
     })?;
     run(py, progress, total, |steering| {
         let chain = Chain::new(base.checkpoint(), &pairs)?;
+        if let Some(device) = &device {
+            let report = fold_on(&device.get().0, &chain, options, replace, &path, steering)?;
+            return Ok(encode_report(&report, &path, &[]));
+        }
         let encode = if is_back { Encode::revert(&chain) } else { Encode::fold(&chain) };
         let report = encode.options(options).overwrite(replace).watch(steering).to_path(&path)?;
         Ok(encode_report(&report, &path, &[]))
     })
+}
+
+/// Folds a chain on a device.
+fn fold_on(
+    device: &cuda::Device,
+    chain: &Chain<'_, FileSource>,
+    options: EncodeOptions,
+    replace: bool,
+    path: &Path,
+    steering: &Steering,
+) -> Result<EncodeReport> {
+    cuda::Encode::check_options(&options)?;
+    let base = cuda::DeviceCheckpoint::upload(device, chain.base())?;
+    tpde::Watch::done(steering, bytes_of(chain.base()))?;
+    let last = cuda::Rebuild::new(chain, &base).watch(steering).run()?;
+    cuda::Encode::fold(chain, &base, &last).options(options).overwrite(replace).watch(steering).to_path(path)
 }
 
 /// Applies pairs, one after the other.

@@ -397,6 +397,33 @@ class TestSteps:
         assert tpde.torch.apply_(live, [pairs[0], only_b], strict=False) == "applied"
         assert same(live, {"a": versions[0]["a"], "b": versions[2]["b"]})
 
+    def test_scratch_memory_is_what_the_caller_allows(self, chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+        from tpde._device import Device
+
+        taken: list[int] = []
+        device = type(Device.of(DEVICE))
+        scratch = device.scratch
+        monkeypatch.setattr(device, "scratch", lambda self, bytes, what: (taken.append(bytes), scratch(self, bytes, what))[1])
+        sizes = [array.nbytes for array in chain.versions[0].values()]
+        for allowed in (0, 1, max(sizes) + 512, 1 << 40, None):
+            live = moved(chain.versions[0])
+            assert tpde.torch.apply_(live, chain.pairs, scratch=allowed) == "applied" and same(live, chain.versions[3])
+            held, slices = shards(chain.cut, 2, chain.versions[0])
+            assert tpde.torch.apply_slices_(slices, chain.pairs, scratch=allowed) == "applied"
+            assert same(held, chain.cut.shards(2, chain.versions[3])[0])
+        least, again, between, most, by_default = taken[::2]
+        assert max(sizes) <= least == again <= between < max(sizes) + 1024 < sum(sizes) <= most == by_default
+        # One pair needs none.
+        live = moved(chain.versions[0])
+        assert tpde.torch.apply_(live, [chain.pairs[0]], scratch=1) == "applied" and len(taken) == 10
+        wrong: list[Any] = [-1, True, 1.5, "1", 1 << 63]
+        for value in wrong:
+            with pytest.raises(tpde.InvalidArgument, match="expected scratch as a number of bytes"):
+                tpde.torch.apply_(live, chain.pairs, scratch=value)
+            with pytest.raises(tpde.InvalidArgument, match="expected scratch as a number of bytes"):
+                tpde.torch.apply_slices_(slices, chain.pairs, scratch=value)
+        assert same(live, chain.versions[1])
+
     def test_what_several_pairs_cannot_do_is_refused(self, chain: Chain) -> None:
         live = moved(chain.versions[0])
         on_cpu = {name: torch.from_numpy(array.copy()) for name, array in chain.versions[0].items()}
@@ -628,3 +655,45 @@ class TestGraphs:
             expected = {name: tensor.cuda() for name, tensor in loaders.Llama(0, 1).loaded(state["weights"]).items()}
             assert all(torch.equal(live[name], tensor) for name, tensor in expected.items())
             assert torch.equal(y, forward())
+
+
+class TestFold:
+    def test_a_device_folds_to_the_same_bytes(self, chain: Chain, tmp_path: Path) -> None:
+        tpde.numpy.save_file(chain.versions[0], tmp_path / "first")
+        base = tmp_path / "base.safetensors"
+        tpde.apply(tmp_path / "first", base)
+        done: list[tuple[int, int]] = []
+        for codec, how in (("raw", {}), ("device", {"chunk_lanes": 8192})):
+            progress = lambda at, total: done.append((at, total))  # noqa: E731
+            on_device = tpde.fold(
+                chain.pairs, tmp_path / f"device {codec}", base=base, codec=codec, device="cuda", progress=progress, **how
+            )
+            assert done[-1][0] == done[-1][1]
+            on_cpu = tpde.fold(chain.pairs, tmp_path / f"cpu {codec}", base=base, codec=codec, device="cpu", **how)
+            assert on_device.tensors == on_cpu.tensors
+            for ending in ("tpde-index", "tpde-blob"):
+                found, expected = (tmp_path / f"{where} {codec}.{ending}" for where in ("device", "cpu"))
+                assert found.read_bytes() == expected.read_bytes()
+        # The default codec is that of devices.
+        tpde.fold(chain.pairs, tmp_path / "default", base=base, device="cuda:0", chunk_lanes=8192)
+        assert (tmp_path / "default.tpde-blob").read_bytes() == (tmp_path / "cpu device.tpde-blob").read_bytes()
+
+    def test_what_a_device_cannot_fold_is_refused(self, chain: Chain, tmp_path: Path) -> None:
+        tpde.numpy.save_file(chain.versions[0], tmp_path / "first")
+        base = tmp_path / "base.safetensors"
+        tpde.apply(tmp_path / "first", base)
+        with pytest.raises(tpde.InvalidArgument, match="expected codec device, conditioned or raw, found zstd"):
+            tpde.fold(chain.pairs, tmp_path / "out", base=base, device="cuda", codec="zstd")
+        with pytest.raises(tpde.InvalidArgument, match="expected device 'cpu', 'cuda' or 'cuda:N', found 'tpu'"):
+            tpde.fold(chain.pairs, tmp_path / "out", base=base, device="tpu")
+        with pytest.raises(tpde.DeviceUnavailable):
+            tpde.fold(chain.pairs, tmp_path / "out", base=base, device="cuda:99")
+        with pytest.raises(tpde.Step) as caught:
+            tpde.fold(
+                [chain.damaged(1, tmp_path) if n == 1 else pair for n, pair in enumerate(chain.pairs)],
+                tmp_path / "out",
+                base=base,
+                device="cuda",
+            )
+        assert caught.value.number == 2 and isinstance(caught.value.__cause__, tpde.Invalid)
+        assert not list(tmp_path.glob("out*"))

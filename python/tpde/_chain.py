@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from . import _tpde
+from ._errors import InvalidArgument
 from ._paths import Digest, EncodeReport, StrPath, options, pair_names, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
 
@@ -25,6 +27,7 @@ def fold(
     split: str | None = None,
     replace: bool = False,
     expect: Digest | None = None,
+    device: str | None = None,
     progress: Progress = None,
 ) -> EncodeReport:
     """Make the pair ``path`` of a chain of pairs: it leads from ``base`` to the target of the last one.
@@ -39,14 +42,20 @@ def fold(
         base: The checkpoint that the first pair was made from; ``None`` if it needs none.
         codec, favor, chunk_lanes, layout, format, payload_digests, derived, split, replace, progress: As for :func:`encode`.
         expect: The pair digest of the last pair, as for :func:`apply`.
+        device: A CUDA device, ``"cuda"`` or ``"cuda:1"``, that applies the pairs and encodes; by default the CPU does. It takes
+            codec ``device`` (its default), ``conditioned`` or ``raw``, and memory of its own, not of PyTorch's allocator, for base
+            and last target, and one more version if a pair changes names, dtypes or shapes.
 
     Raises:
         UnexpectedPair: The last pair does not have the digest ``expect``.
         Step: A pair does not fit the version before it, or is damaged; ``__cause__`` says which.
         AlreadyExists: The new pair exists and ``replace`` is false.
         InvalidArgument: No pair is passed, the output is an input, under any name or link, or an option has no such value.
+        DeviceUnavailable, DeviceFailed: There is no such device, it fails, or its memory does not suffice.
         Invalid, Limit, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
+    if device not in (None, "cpu") and codec is None and layout is None:
+        codec = "device"
     how = options(
         codec=codec,
         favor=favor,
@@ -58,7 +67,7 @@ def fold(
         derived=derived,
         split=split,
     )
-    return _write("fold", pairs, path, base, how, expect, progress, replace=replace)
+    return _write("fold", pairs, path, base, how, expect, progress, replace=replace, device=_device(device))
 
 
 def revert(
@@ -106,9 +115,20 @@ def _write(
     progress: Progress,
     *,
     replace: bool,
+    device: _tpde.Device | None = None,
 ) -> EncodeReport:
     names, path, base = pair_names(pairs, expect), path_of(path), path_or_none(base)
     with progress_callback(progress, verb) as callback:
         is_back = verb == "revert"
-        text = _tpde.fold(names, path, base=base, is_back=is_back, options=how, replace=replace, progress=callback)
+        text = _tpde.fold(names, path, base=base, is_back=is_back, options=how, replace=replace, device=device, progress=callback)
     return report(EncodeReport, text)
+
+
+def _device(name: str | None) -> _tpde.Device | None:
+    """The CUDA device of this name; ``None`` for the CPU."""
+    if name is None or name == "cpu":
+        return None
+    found = re.fullmatch(r"cuda(?::(\d{1,4}))?", name) if isinstance(name, str) else None
+    if found is None:
+        raise InvalidArgument(f"expected device 'cpu', 'cuda' or 'cuda:N', found {name!r}")
+    return _tpde.Device(int(found[1] or 0))

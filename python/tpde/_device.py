@@ -331,14 +331,14 @@ class DevicePair:
             application = Application(self, tensors, base, mode)
         return application.run(self, progress), application
 
-    def _apply_after(self, before: list[DevicePair], tensors: _Memories, progress: Progress) -> bool:
+    def _apply_after(self, before: list[DevicePair], tensors: _Memories, progress: Progress, *, scratch: int | None) -> bool:
         """Changes tensors or slices on the device by the pairs ``before`` and by this one, in one commit, and waits. Returns whether
-        they were changed."""
+        they were changed. ``scratch`` limits the memory in which they are checked."""
         device = self._device
         device.refuse_capture("applying pairs")
         pairs = [*before, self]
         raw = [pair._raw for pair in pairs]
-        scratch = device.scratch(_tpde.DevicePair.chain_bytes(raw, tensors), "applying pairs")
+        memory = device.scratch(_tpde.DevicePair.chain_bytes(raw, tensors, scratch=scratch), "applying pairs")
         stream = device.stream()
         for pair in pairs:
             for used in (pair._index, pair._blob):
@@ -346,7 +346,7 @@ class DevicePair:
                     used.record_stream(stream)
         with progress_callback(progress, "apply") as callback:
             apply = device.with_room(_tpde.DevicePair.apply_chain)
-            return apply(raw, tensors, stream.cuda_stream, _address_and_bytes(scratch), progress=callback)
+            return apply(raw, tensors, stream.cuda_stream, _address_and_bytes(memory), progress=callback)
 
     def _rebuild(self, outputs: _Memories, base: _Memories, progress: Progress) -> Application:
         """Rebuilds tensors or slices from ``base``. Returns the application that ran."""

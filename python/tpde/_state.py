@@ -136,6 +136,7 @@ def apply_(
     progress: Progress,
     on_written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
     on_rewritten: Callable[[list[Any]], None],
+    scratch: int | None = None,
 ) -> Outcome:
     """Changes tensors in place, or overwrites them from ``base``.
 
@@ -144,6 +145,7 @@ def apply_(
     """
     check_mode(mode)
     before, pair = _split_steps(pair, base, mode)
+    check_scratch(scratch)
     if not strict:
         refuse_rebuilt(target)
     tensors = dict(state_of(target))  # a copy, because another thread may change the caller's dict
@@ -188,7 +190,7 @@ def apply_(
                 _overwrite(opened, on_device, entries, outputs, base, where, progress, digests=mode == "all_checked"),
             )
         elif before:
-            applied = _apply_steps(before, on_device, outputs, progress)
+            applied = _apply_steps(before, on_device, outputs, progress, scratch)
         elif on_device is not None:
             applied, application = on_device._apply(outputs, [], mode, progress)
         else:
@@ -246,11 +248,13 @@ def apply_slices(
     expect: Digest | None,
     progress: Progress,
     on_written: Callable[[list[Any]], None],
+    scratch: int | None = None,
 ) -> Outcome:
     """Changes slices in place, or overwrites them from ``base``. ``on_written`` is called with the arrays or tensors if they have, or
     may have, been written."""
     check_mode(mode)
     before, pair = _split_steps(pair, base, mode)
+    check_scratch(scratch)
     slices = checked(slices)
     device_pair = pair if getattr(pair, "_pair", None) is not None else None
     if device_pair is not None:
@@ -270,7 +274,7 @@ def apply_slices(
     tensors = [one.tensor for one in slices]
     try:
         if before:
-            applied = _apply_steps(before, on_device, memories, progress)
+            applied = _apply_steps(before, on_device, memories, progress, scratch)
         elif on_device is not None:
             applied = _apply_on_device(on_device, memories, read_from, mode, progress, is_kept=on_device is pair)
         else:
@@ -351,18 +355,24 @@ def _check_steps(before: list[Any], last: set[str]) -> None:
                 )
 
 
-def _apply_steps(before: list[Any], on_device: Any, memories: Any, progress: Progress) -> bool:
+def _apply_steps(before: list[Any], on_device: Any, memories: Any, progress: Progress, scratch: int | None) -> bool:
     """Applies the pairs ``before`` and the one that is on the device. False if the memory already was the last target."""
     if on_device is None:
         raise InvalidArgument("several pairs change tensors on a CUDA device only: fold the pairs for tensors on the CPU")
     steps = [_on(on_device.device, one, one._pair if hasattr(one, "_pair") else open_pair(one)) for one in before]
-    return bool(on_device._apply_after(steps, memories, progress))
+    return bool(on_device._apply_after(steps, memories, progress, scratch=scratch))
 
 
 def check_mode(mode: Any) -> None:
     """Raises for an unknown mode."""
     if mode not in ("all_checked", "chunk_by_chunk"):
         raise InvalidArgument(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
+
+
+def check_scratch(scratch: Any) -> None:
+    """Raises for what is no number of bytes of scratch memory."""
+    if scratch is not None and (isinstance(scratch, bool) or not isinstance(scratch, int) or not 0 <= scratch < 1 << 63):
+        raise InvalidArgument(f"expected scratch as a number of bytes or None, found {scratch!r}")
 
 
 def unusable(error: TpdeError) -> Poisoned:

@@ -37,6 +37,7 @@ def fold(
     is_back: bool,
     options: dict[str, Any],
     replace: bool,
+    device: Device | None,
     progress: _Progress | None,
 ) -> str: ...
 def apply(
@@ -171,7 +172,7 @@ class DevicePair:
     def read_payloads(self, start: int, output: _Memory) -> None: ...
     def plan_all(self, tensors: _Tensors, base: _Tensors, mode: str, *, scratch_most: int, digests: bool) -> PlanOfAll: ...
     @staticmethod
-    def chain_bytes(pairs: list[DevicePair], tensors: _Tensors) -> int: ...
+    def chain_bytes(pairs: list[DevicePair], tensors: _Tensors, *, scratch: int | None) -> int: ...
     @staticmethod
     def apply_chain(
         pairs: list[DevicePair],

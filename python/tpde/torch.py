@@ -157,6 +157,7 @@ def apply_(
     mode: Mode = "all_checked",
     strict: bool = True,
     expect: Digest | None = None,
+    scratch: int | None = None,
     progress: Progress = None,
 ) -> Outcome:
     """Turn live base weights into target weights in place: parameters stay the same objects at the same addresses.
@@ -171,9 +172,7 @@ def apply_(
             current stream. Nothing else may read or write the tensors during the call.
         pair: Name of the pair, or either file; or a :class:`DevicePair`. For tensors on a CUDA device also a list of pairs, each made
             from the target of the one before: all are applied in one commit, and nothing is written before all checks of all pairs
-            have passed. Each tensor is in all of these pairs, under one name and with one dtype and shape. Such a call takes up to
-            128 MiB more, or the size of the largest tensor. Each pair is decoded once if all tensors fit in this memory and
-            have no gaps between rows, otherwise twice.
+            have passed. Each tensor is in all of these pairs, under one name and with one dtype and shape.
         base: The base, if ``tensors`` hold something else, such as another fine-tune of the base. The tensors are then overwritten
             in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
@@ -189,6 +188,9 @@ def apply_(
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
         expect: As for :func:`tpde.apply`. Of several pairs, the digest of the last one.
+        scratch: Bytes of memory in which several pairs are checked; by default 128 MiB. It is at least the size of the largest
+            tensor, and never more than that of all tensors. If all tensors fit in it and have no gaps between rows, each pair is
+            decoded once, otherwise twice, in groups of tensors. With one pair it is not used.
         progress: As for :func:`tpde.encode`.
 
     Returns:
@@ -216,6 +218,7 @@ def apply_(
         progress=progress,
         on_written=_raise_versions_of_written,
         on_rewritten=_raise_versions,
+        scratch=scratch,
     )
 
 
@@ -226,6 +229,7 @@ def apply_slices_(
     base: Base | Iterable[Slice] = None,
     mode: Mode = "all_checked",
     expect: Digest | None = None,
+    scratch: int | None = None,
     progress: Progress = None,
 ) -> Outcome:
     """Turn slices of live base weights into slices of target weights in place, for a rank of a distributed job.
@@ -249,7 +253,7 @@ def apply_slices_(
         mode: As for :func:`apply_`. ``"all_checked"`` compares the digests of those tensors and parts of which the slices have all
             elements. For others it compares CRC and sums, and the digests of payloads, which every pair with parts has. On a CUDA
             device it compares CRC, sums, digests of payloads and digests of targets.
-        expect, progress: As for :func:`apply_`.
+        expect, scratch, progress: As for :func:`apply_`.
 
     Returns:
         ``"applied"``; ``"already_applied"`` if the slices are the target's already; or ``"nothing"`` if they have no elements.
@@ -265,7 +269,14 @@ def apply_slices_(
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
     return _state.apply_slices(
-        slices, pair, base=base, mode=mode, expect=expect, progress=progress, on_written=_raise_versions_of_slices
+        slices,
+        pair,
+        base=base,
+        mode=mode,
+        expect=expect,
+        progress=progress,
+        on_written=_raise_versions_of_slices,
+        scratch=scratch,
     )
 
 
