@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import weakref
 from pathlib import Path
@@ -17,6 +18,7 @@ import tpde
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
 
 from stand_in import IS_USED, captured_copy, is_busy, raw, spin, to_device, waits_for  # noqa: E402 (needs torch)
+from test_sync import Engine as OnCpu  # noqa: E402
 from test_sync import Loaded, Small, Trainer, weights_of  # noqa: E402
 
 import tpde.slices  # noqa: E402
@@ -78,6 +80,107 @@ def test_a_commit_is_one_launch_that_was_planned_before(tmp_path: Path, monkeypa
             assert calls.taken() == ([True] * pairs + [False], [False] * pairs)
             assert [one.version for one in engine.subscriber.commit()] == [version] and engine.has(version)
             assert calls.taken() == ([], [True])
+
+
+class Behind:
+    """An engine that is three versions behind, and one that holds the last version."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, buckets: tuple[int, ...] = (1 << 27,) * 3) -> None:
+        self.trainer, self.late = Trainer(folder), Engine(folder, "late", 0, 1)
+        self.fast = OnCpu(folder, "fast", 0, 1, version=0)
+        for version, bucket in enumerate(buckets, 1):
+            self.trainer.publisher._bucket = bucket
+            self.trainer.publish()
+            self.trainer.channel.drop("late")
+            assert self.fast.update() == [version]
+        self.commits = 0
+        apply_after = _device.DevicePair._apply_after
+
+        def counted(*arguments: Any, **how: Any) -> bool:
+            self.commits += 1
+            return apply_after(*arguments, **how)
+
+        monkeypatch.setattr(_device.DevicePair, "_apply_after", counted)
+
+    def blob(self, version: int) -> Path:
+        name = self.trainer.channel.version(version)["difference"]["pairs"][0]["pair"]
+        return self.trainer.channel.pair(name).with_suffix(".tpde-blob")
+
+    def answer(self) -> dict[str, Any]:
+        """The last answer that the publisher gets."""
+        answers = sorted((self.trainer.channel.path / "answers" / f"late.{self.late.subscriber._session}").glob("*.json"))
+        return {**json.loads(answers[-1].read_bytes())}
+
+    def continues(self) -> None:
+        """The engine has answered, and gets the next version."""
+        assert self.answer()["version"] == 3 and self.answer()["error"] is None
+        self.trainer.publish()
+        assert [one.version for one in self.late.subscriber.update()] == [4] == self.fast.update() and self.late.has(4)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("buckets", [(1 << 27,) * 3, (100, 1 << 27, 40)])
+def test_an_engine_that_is_behind_catches_up_in_one_commit(
+    staged: bool, buckets: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, calls = Behind(tmp_path, monkeypatch, buckets), Calls(monkeypatch)
+    subscriber = behind.late.subscriber
+    if staged:
+        assert subscriber.stage() == [1, 2, 3] and behind.late.has(0) and behind.commits == 0
+        calls.taken()
+    done = subscriber.commit() if staged else subscriber.update()
+    assert [one.version for one in done] == [1, 2, 3] and behind.late.has(3) and subscriber.version == 3
+    # One commit, and no other launch.
+    assert behind.commits == 1 and calls.taken() == ([], [])
+    assert [one.bytes for one in done] == [behind.trainer.channel.version(version)["bytes"] for version in (1, 2, 3)]
+    assert all(one.changed for one in done) and done[0].milliseconds == {} and "apply" in done[2].milliseconds
+    assert ("merge" in done[2].milliseconds) == staged
+    behind.continues()
+    assert behind.commits == 1
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_fault_of_any_version_that_is_missing_writes_nothing(
+    staged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind = Behind(tmp_path, monkeypatch)
+    subscriber = behind.late.subscriber
+    for version in (2, 3) if staged else (1, 2, 3):
+        sound = behind.blob(version).read_bytes()
+        damaged = sound[:70] + bytes([sound[70] ^ 1]) + sound[71:]
+        behind.blob(version).write_bytes(damaged)
+        if staged:
+            assert subscriber.stage() == [1, 2, 3]
+        with pytest.raises(tpde.Step) as caught:
+            subscriber.commit() if staged else subscriber.update()
+        assert caught.value.number == version and isinstance(caught.value.__cause__, tpde.Invalid)
+        assert behind.late.has(0) and subscriber.version == 0
+        assert behind.answer()["version"] == version and behind.answer()["error"].startswith("Step: ")
+        behind.blob(version).write_bytes(sound)
+    # Another base, which only the first version finds.
+    parameter = behind.late.live["qk"].view(torch.int16)
+    parameter[3, 3] ^= 1
+    left = {name: raw(one) for name, one in behind.late.live.items()}
+    with pytest.raises(tpde.Step) as caught:
+        subscriber.update()
+    assert caught.value.number == 1 and left == {name: raw(one) for name, one in behind.late.live.items()}
+    parameter[3, 3] ^= 1
+    assert [one.version for one in subscriber.update()] == [1, 2, 3] and behind.late.has(3)
+    behind.continues()
+
+
+def test_versions_that_do_not_fit_one_commit_are_applied_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind = Behind(tmp_path, monkeypatch)
+
+    def refused(*_: Any, **__: Any) -> bool:
+        raise tpde.InvalidArgument("a tensor that one pair has in other parts")
+
+    monkeypatch.setattr(_device.DevicePair, "_apply_after", refused)
+    assert behind.late.subscriber.stage() == [1, 2, 3]
+    assert [one.version for one in behind.late.subscriber.commit()] == [1, 2, 3] and behind.late.has(3)
+    behind.continues()
 
 
 def test_graphs_that_were_captured_over_the_parameters_see_new_weights(tmp_path: Path) -> None:

@@ -24,12 +24,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -37,18 +35,16 @@ from uuid import uuid4
 import torch
 
 from . import _errors
-from ._checker import Checker
 from ._collective import Collective, Communicator, TorchGroup
 from ._cuts import Bucket, buckets
-from ._device import SideStream
 from ._folder import Folder
 from ._group import Group
-from ._kept import Kept
 from ._merge import merge_expected
+from ._outcome import Clock, Sync
 from ._paths import inspect
 from ._records import digests_of, indices_of, message_of, plain_of, steps, written
 from ._source import Snapshot, Source, rank_failed, reason_of
-from .slices import Loader, Map, Prepared, prepare
+from ._subscriber import Subscriber
 from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
@@ -63,37 +59,6 @@ _log = logging.getLogger("tpde")
 
 #: Number of buckets that are encoded at a time on a CUDA device.
 _ENCODERS = 2
-
-
-@dataclass(frozen=True)
-class Sync:
-    """The outcome of a version, for the publisher or for a subscriber."""
-
-    version: int
-    #: Size of the pairs in bytes.
-    bytes: int
-    #: Share of the lanes that changed; ``None`` for a whole version.
-    changed: float | None
-    favor: str
-    #: Milliseconds per stage. Those of :meth:`Subscriber.stage` are ``receive`` (from the call until the version is committed),
-    #: ``check`` (in a thread, while pairs are received), ``merge`` and ``plan``. :meth:`Subscriber.commit` adds ``apply``.
-    #: Versions that were not staged have ``plan`` and ``apply``.
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    #: For a subscriber, the modules that the engine loaded again.
-    reloaded: list[str] = field(default_factory=list)
-
-
-class _Clock:
-    """Measures stages."""
-
-    def __init__(self) -> None:
-        self.milliseconds: dict[str, float] = {}
-        self._begin = time.perf_counter()
-
-    def end(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.milliseconds[stage] = self.milliseconds.get(stage, 0.0) + 1e3 * (now - self._begin)
-        self._begin = now
 
 
 class Publisher:
@@ -169,7 +134,7 @@ class Publisher:
             InvalidArgument: Another publisher uses the channel.
             Disconnected: A rank of the group has ended.
         """
-        clock = _Clock()
+        clock = Clock()
         self._failure = None
         plan = self._agreed(self._plan)
         clock.end("wait")
@@ -400,200 +365,3 @@ class Publisher:
             failed=failed,
             waiting=waiting,
         )
-
-
-class Subscriber:
-    """Keeps live parameters at the published versions.
-
-    :meth:`update` does all at once. An engine can generate meanwhile if it calls :meth:`stage` in a thread and :meth:`commit` in a
-    pause. :meth:`stage` only reads parameters.
-
-    Args:
-        weights: The map of the parameters.
-        channel: Where versions come from.
-        name: A name that is unique in the channel: letters, digits, ``-`` and ``_``. A subscriber takes the place of a former one with its name.
-        version: The version that the parameters hold: 0 after the engine has loaded the checkpoint of version 0; -1 if they hold none
-            of the channel. They are then overwritten by the next whole version.
-        kept, reload: As for :func:`tpde.slices.apply_`. ``kept`` must hold the same version.
-    """
-
-    def __init__(
-        self, weights: Map, channel: Folder, name: str, *, version: int, kept: Kept | None = None, reload: Loader | None = None
-    ) -> None:
-        self._weights, self._channel, self._name = weights, channel, name
-        self._kept, self._reload = kept, reload
-        #: The version that the parameters hold.
-        self.version = version
-        self._session, self._layout = channel.join(name, version, weights.rectangles(kept))
-        self._staged: list[tuple[int, bool]] = []
-        #: Answers to be sent, with their versions.
-        self._answers: list[tuple[int, dict[str, Any]]] = []
-        #: The first staged version, ready to be applied.
-        self._prepared: tuple[tuple[int, bool], Prepared] | None = None
-        self._clock = _Clock()
-        self._busy = threading.Lock()
-        #: What is staged must not wait for tokens that are generated on the current stream.
-        self._side = SideStream(weights._device())
-        self._side.follow()  # the parameters may still be loading
-        self._checker = Checker(weights, channel, kept, self._side)
-
-    def update(self) -> list[Sync]:
-        """Bring the parameters to the last version, through all versions between, and answer.
-
-        With a folder, this returns at once if there is no new version. With a group, it waits until the publisher commits one; the list is
-        empty if that version was for other subscribers, or the channel was closed.
-
-        Each version is checked completely before it is written. Nothing else may use the parameters meanwhile.
-
-        Raises:
-            TpdeError: A version could not be applied. The publisher gets the error. The parameters are those of ``version``, except
-                after :class:`tpde.Poisoned`.
-            Disconnected: A rank of the group has ended. The parameters are those of ``version``.
-            InvalidArgument: Another thread updates this subscriber.
-        """
-        with self._alone():
-            self._side.follow()
-            self._side.run(lambda: self._stage(check_folder=False))
-            try:
-                return self._commit()
-            finally:
-                self._answer()
-
-    def stage(self) -> list[int]:
-        """Receive and check what comes next, as :meth:`update`, and write nothing. Returns the versions that :meth:`commit` applies.
-
-        Parameters are only read, so the engine may generate meanwhile. Everything that :meth:`commit` needs is prepared;
-        :func:`tpde.slices.prepare` says how, and how much memory this takes. Answers that are not sent yet are sent.
-
-        On a CUDA device, this has a stream of its own. It waits for the last :meth:`commit`, and for what the current stream had when
-        the subscriber was made, and for no other work.
-
-        Raises:
-            TpdeError: As for :meth:`update`.
-        """
-        with self._alone():
-            self._side.run(lambda: self._stage(check_folder=True))
-            return [version for version, _ in self._staged]
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether the publisher waits for :meth:`commit`, also if it applies nothing."""
-        return self._channel.owes_answer
-
-    def commit(self, *, answer: bool = True) -> list[Sync]:
-        """Apply what :meth:`stage` has received. Nothing else may use the parameters meanwhile.
-
-        Args:
-            answer: Whether to answer too, which waits for the other ranks of a group. Otherwise the next call of :meth:`stage`,
-                :meth:`update` or :meth:`answer` does, so that the parameters can be used before.
-
-        Raises:
-            TpdeError: As for :meth:`update`.
-        """
-        with self._alone():
-            try:
-                return self._commit()
-            finally:
-                if answer:
-                    self._answer()
-
-    def answer(self) -> None:
-        """Send the answers that ``commit(answer=False)`` has not sent.
-
-        Raises:
-            Disconnected, InvalidArgument: As for :meth:`update`.
-        """
-        with self._alone():
-            self._answer()
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise _errors.InvalidArgument(f"subscriber {self._name} is updated by another thread: expected one update at a time")
-        try:
-            yield
-        finally:
-            self._busy.release()
-
-    def _path(self) -> list[tuple[int, bool]]:
-        versions = self._channel.versions()
-        return (steps(self._channel, self.version, versions[-1], self._layout) or []) if versions else []
-
-    def _stage(self, *, check_folder: bool) -> None:
-        if self._answers:
-            self._answer()
-        self._prepared, self._clock = None, _Clock()
-        self._staged = self._path()
-        if not self._staged and self._channel.is_live:
-            self._checker.begin(self.version)
-            self._channel.receive(self._checker.add, self._checker.error, self._checker.drop)
-            self._staged = self._path()
-            self._clock.end("receive")
-            self._clock.milliseconds["check"] = self._checker.milliseconds
-        elif self._staged and check_folder:
-            self._checker.begin(self.version)
-            version, whole = self._staged[0]
-            for one in self._stored(version, whole=whole)["pairs"]:
-                self._checker.check(one["pair"], one["digest"])
-            self._clock.end("check")
-        if self._staged and check_folder:
-            # Commit repeats what fails here, and answers with the error.
-            with contextlib.suppress(Exception):
-                for version, whole in self._staged:
-                    self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
-                self._clock.end("merge")
-                self._prepared = self._staged[0], self._prepare(self._staged[0][0], whole=self._staged[0][1])
-                self._clock.end("plan")
-
-    def _prepare(self, version: int, *, whole: bool) -> Prepared:
-        """Makes a version ready."""
-        stored = self._stored(version, whole=whole)["pairs"]
-        pair, expect = self._checker.merge(version, stored)
-        # Digests of the targets that a check has compared are not computed again. Sums find parameters that have changed since.
-        digests = not self._checker.has_checked(stored)
-        return prepare(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect, digests=digests)
-
-    def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
-        stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
-        return stored
-
-    def _commit(self) -> list[Sync]:
-        staged, self._staged = self._staged, []
-        self._side.precede()
-        try:
-            return [self._apply(version, whole=whole) for version, whole in staged]
-        finally:
-            self._side.follow()  # copies of parameters, and a reload, may still be queued
-            self._prepared = None
-
-    def _answer(self) -> None:
-        """Sends each answer once. Deletes merged pairs, which takes too long for a pause of the engine."""
-        if not self._staged:
-            self._checker.forget()
-        while self._answers:
-            version, answer = self._answers.pop(0)
-            self._channel.answer(self._name, self._session, version, answer)
-        self._channel.answered(self.version)
-
-    def _apply(self, version: int, *, whole: bool) -> Sync:
-        record = self._channel.version(version)
-        stored = record["whole" if whole else "difference"]
-        clock, answer = _Clock(), {"error": None, "digests": digests_of(stored)}
-        (staged, prepared), self._prepared = self._prepared or (None, None), None
-        try:
-            if prepared is None or staged != (version, whole):
-                prepared = self._prepare(version, whole=whole)
-                clock.end("plan")
-            else:
-                clock.milliseconds.update(self._clock.milliseconds)
-            report = prepared.apply()
-        except BaseException as error:
-            self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
-            raise
-        self.version = version
-        clock.end("apply")
-        self._answers.append((version, answer))
-        changed = None if whole else record["changed"]
-        sync = Sync(version, record["bytes"], changed, record["favor"], clock.milliseconds, report.reloaded)
-        _log.info("%s has applied %s", self._name, sync)
-        return sync

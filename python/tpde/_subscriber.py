@@ -1,0 +1,281 @@
+"""Keeps live parameters at the versions of a channel."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from . import _errors
+from ._catch_up import CatchUp
+from ._checker import Checker
+from ._device import SideStream
+from ._folder import Folder
+from ._kept import Kept
+from ._outcome import Clock, Sync
+from ._records import digests_of, steps
+from ._state import check_scratch
+from .slices import Loader, Map, Prepared, prepare
+
+_log = logging.getLogger("tpde")
+
+
+class Subscriber:
+    """Keeps live parameters at the published versions.
+
+    :meth:`update` does all at once. An engine can generate meanwhile if it calls :meth:`stage` in a thread and :meth:`commit` in a
+    pause. :meth:`stage` only reads parameters.
+
+    Args:
+        weights: The map of the parameters.
+        channel: Where versions come from.
+        name: A name that is unique in the channel: letters, digits, ``-`` and ``_``. A subscriber takes the place of a former one with its name.
+        version: The version that the parameters hold: 0 after the engine has loaded the checkpoint of version 0; -1 if they hold none
+            of the channel. They are then overwritten by the next whole version.
+        kept, reload: As for :func:`tpde.slices.apply_`. ``kept`` must hold the same version.
+        scratch: As for :func:`tpde.torch.apply_`, for several versions that are applied in one commit.
+    """
+
+    def __init__(
+        self,
+        weights: Map,
+        channel: Folder,
+        name: str,
+        *,
+        version: int,
+        kept: Kept | None = None,
+        reload: Loader | None = None,
+        scratch: int | None = None,
+    ) -> None:
+        check_scratch(scratch)
+        self._weights, self._channel, self._name = weights, channel, name
+        self._kept, self._reload, self._scratch = kept, reload, scratch
+        #: The version that the parameters hold.
+        self.version = version
+        self._session, self._layout = channel.join(name, version, weights.rectangles(kept))
+        self._staged: list[tuple[int, bool]] = []
+        #: Answers to be sent, with their versions.
+        self._answers: list[tuple[int, dict[str, Any]]] = []
+        #: The first staged version, ready to be applied.
+        self._prepared: tuple[tuple[int, bool], Prepared] | None = None
+        #: All staged versions, ready to be applied in one commit.
+        self._at_once: CatchUp | None = None
+        self._clock = Clock()
+        self._busy = threading.Lock()
+        #: What is staged must not wait for tokens that are generated on the current stream.
+        self._side = SideStream(weights._device())
+        self._side.follow()  # the parameters may still be loading
+        self._checker = Checker(weights, channel, kept, self._side)
+
+    def update(self) -> list[Sync]:
+        """Bring the parameters to the last version, through all versions between, and answer.
+
+        With a folder, this returns at once if there is no new version. With a group, it waits until the publisher commits one; the list is
+        empty if that version was for other subscribers, or the channel was closed.
+
+        Each version is checked completely before it is written. Nothing else may use the parameters meanwhile. Several versions are
+        applied in one commit if all parameters are on a CUDA device and can be patched: all are checked before the first write, and
+        all are applied, or none. Otherwise they are applied one after the other.
+
+        Raises:
+            TpdeError: A version could not be applied. The publisher gets the error. The parameters are those of ``version``, except
+                after :class:`tpde.Poisoned`.
+            Step: One of several versions in one commit failed a check. ``number`` is its place among them, from 1.
+            Disconnected: A rank of the group has ended. The parameters are those of ``version``.
+            InvalidArgument: Another thread updates this subscriber.
+        """
+        with self._alone():
+            self._side.follow()
+            self._side.run(lambda: self._stage(check_folder=False))
+            try:
+                return self._commit()
+            finally:
+                self._answer()
+
+    def stage(self) -> list[int]:
+        """Receive and check what comes next, as :meth:`update`, and write nothing. Returns the versions that :meth:`commit` applies.
+
+        Parameters are only read, so the engine may generate meanwhile. Everything that :meth:`commit` needs is prepared;
+        :func:`tpde.slices.prepare` says how, and how much memory this takes. Answers that are not sent yet are sent.
+
+        On a CUDA device, this has a stream of its own. It waits for the last :meth:`commit`, and for what the current stream had when
+        the subscriber was made, and for no other work.
+
+        Raises:
+            TpdeError: As for :meth:`update`.
+        """
+        with self._alone():
+            self._side.run(lambda: self._stage(check_folder=True))
+            return [version for version, _ in self._staged]
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the publisher waits for :meth:`commit`, also if it applies nothing."""
+        return self._channel.owes_answer
+
+    def commit(self, *, answer: bool = True) -> list[Sync]:
+        """Apply what :meth:`stage` has received. Nothing else may use the parameters meanwhile.
+
+        Args:
+            answer: Whether to answer too, which waits for the other ranks of a group. Otherwise the next call of :meth:`stage`,
+                :meth:`update` or :meth:`answer` does, so that the parameters can be used before.
+
+        Raises:
+            TpdeError: As for :meth:`update`.
+        """
+        with self._alone():
+            try:
+                return self._commit()
+            finally:
+                if answer:
+                    self._answer()
+
+    def answer(self) -> None:
+        """Send the answers that ``commit(answer=False)`` has not sent.
+
+        Raises:
+            Disconnected, InvalidArgument: As for :meth:`update`.
+        """
+        with self._alone():
+            self._answer()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise _errors.InvalidArgument(f"subscriber {self._name} is updated by another thread: expected one update at a time")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _path(self) -> list[tuple[int, bool]]:
+        versions = self._channel.versions()
+        return (steps(self._channel, self.version, versions[-1], self._layout) or []) if versions else []
+
+    def _stage(self, *, check_folder: bool) -> None:
+        if self._answers:
+            self._answer()
+        self._prepared, self._at_once, self._clock = None, None, Clock()
+        self._staged = self._path()
+        if not self._staged and self._channel.is_live:
+            self._checker.begin(self.version)
+            self._channel.receive(self._checker.add, self._checker.error, self._checker.drop)
+            self._staged = self._path()
+            self._clock.end("receive")
+            self._clock.milliseconds["check"] = self._checker.milliseconds
+        elif self._staged and check_folder:
+            self._checker.begin(self.version)
+            version, whole = self._staged[0]
+            for one in self._stored(version, whole=whole)["pairs"]:
+                self._checker.check(one["pair"], one["digest"])
+            self._clock.end("check")
+        if self._staged and check_folder:
+            # Commit repeats what fails here, and answers with the error.
+            with contextlib.suppress(Exception):
+                for version, whole in self._staged:
+                    self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
+                self._clock.end("merge")
+                self._at_once = self._catch_up()
+                if self._at_once is None:
+                    self._prepared = self._staged[0], self._prepare(self._staged[0][0], whole=self._staged[0][1])
+                self._clock.end("plan")
+
+    def _prepare(self, version: int, *, whole: bool) -> Prepared:
+        """Makes a version ready."""
+        stored = self._stored(version, whole=whole)["pairs"]
+        pair, expect = self._checker.merge(version, stored)
+        # Digests of the targets that a check has compared are not computed again. Sums find parameters that have changed since.
+        digests = not self._checker.has_checked(stored)
+        return prepare(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect, digests=digests)
+
+    def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
+        stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
+        return stored
+
+    def _commit(self) -> list[Sync]:
+        self._side.precede()
+        try:
+            done = self._apply_at_once()
+            staged, self._staged = self._staged, []
+            return done or [self._apply(version, whole=whole) for version, whole in staged]
+        finally:
+            self._side.follow()  # copies of parameters, and a reload, may still be queued
+            self._prepared, self._at_once, self._staged = None, None, []
+
+    def _catch_up(self) -> CatchUp | None:
+        """Makes several versions ready for one commit, if that is possible."""
+        if len(self._staged) < 2 or not CatchUp.is_possible(self._weights, self._kept):
+            return None
+        pairs = [self._checker.merge(version, self._stored(version, whole=whole)["pairs"]) for version, whole in self._staged]
+        return CatchUp(self._weights, pairs, scratch=self._scratch)
+
+    def _apply_at_once(self) -> list[Sync]:
+        """Applies all staged versions in one commit; nothing if that is not possible."""
+        clock = Clock()
+        records = [(version, self._channel.version(version), whole) for version, whole in self._staged]
+        answers = [
+            (version, {"error": None, "digests": digests_of(record["whole" if whole else "difference"])})
+            for version, record, whole in records
+        ]
+        try:
+            if self._at_once is not None:
+                clock.milliseconds.update(self._clock.milliseconds)
+            else:
+                self._at_once = self._catch_up()
+                clock.end("plan")
+            if self._at_once is None:
+                return []
+            self._at_once.apply()
+        except _errors.InvalidArgument as error:
+            # Such versions have other parts or tensors. Nothing was written.
+            _log.info("%s applies versions one after the other: %s", self._name, error)
+            return []
+        except BaseException as error:
+            failed = error.number - 1 if isinstance(error, _errors.Step) else 0
+            version, answer = answers[failed]
+            self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
+            raise
+        clock.end("apply")
+        self.version = records[-1][0]
+        self._answers += answers
+        done = [
+            Sync(version, record["bytes"], None if whole else record["changed"], record["favor"])
+            for version, record, whole in records
+        ]
+        done[-1].milliseconds.update(clock.milliseconds)
+        _log.info("%s has applied in one commit %s", self._name, done)
+        return done
+
+    def _answer(self) -> None:
+        """Sends each answer once. Deletes merged pairs, which takes too long for a pause of the engine."""
+        if not self._staged:
+            self._checker.forget()
+        while self._answers:
+            version, answer = self._answers.pop(0)
+            self._channel.answer(self._name, self._session, version, answer)
+        self._channel.answered(self.version)
+
+    def _apply(self, version: int, *, whole: bool) -> Sync:
+        record = self._channel.version(version)
+        stored = record["whole" if whole else "difference"]
+        clock, answer = Clock(), {"error": None, "digests": digests_of(stored)}
+        (staged, prepared), self._prepared = self._prepared or (None, None), None
+        try:
+            if prepared is None or staged != (version, whole):
+                prepared = self._prepare(version, whole=whole)
+                clock.end("plan")
+            else:
+                clock.milliseconds.update(self._clock.milliseconds)
+            report = prepared.apply()
+        except BaseException as error:
+            self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
+            raise
+        self.version = version
+        clock.end("apply")
+        self._answers.append((version, answer))
+        changed = None if whole else record["changed"]
+        sync = Sync(version, record["bytes"], changed, record["favor"], clock.milliseconds, report.reloaded)
+        _log.info("%s has applied %s", self._name, sync)
+        return sync
