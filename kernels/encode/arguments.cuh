@@ -123,7 +123,7 @@ struct Encode {
                     // u32[TPDE_ENCODE_ROWS][tokens], zeros before and after a launch
     u64 groups;     // u64[TPDE_ENCODE_GROUPS][tokens]: token counts of the groups of contexts of a sample
     u64 rows;       // u64[1 + tokens] each: the groups that occur, with their index in `groups`
-    u64 found;      // u32*: number of rows
+    u64 found;      // u32[2]: number of rows, and number of changed lanes of a sample
     u32 count;      // number of chunks
     u32 parts;      // number of parts, or of segments, of all chunks
     u32 tokens;     // number of tokens of the dtype of a sample

@@ -114,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tpde_encode_sample(cons
     for (u32 number = blockIdx.x; number < encode.count; number += gridDim.x) {
         EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
         EncodeState& state = state_of(chunk);
+        if (threadIdx.x == 0 && state.changed != 0) atomicAdd((u32*)encode.found + 1, state.changed);
         if (state.changed == 0 && chunk.low_bits == 0) continue;
         with_width(chunk.lane_log2, SamplePiece{encode, chunk, state, counts, shared});
     }

@@ -316,14 +316,18 @@ impl<'a> Clusters<'a> {
         self.class.fill(0);
         self.cost.fill(u64::MAX);
         for (number, class) in (0..).zip(&self.classes) {
-            let rows = self.class.iter_mut().zip(&mut self.cost).zip(class.costs.iter());
+            // The compiler vectorizes the loop over a vector of rows. A loop over all rows it leaves scalar.
+            let vectors = self.class.as_chunks_mut::<VECTOR>().0.iter_mut().zip(self.cost.as_chunks_mut::<VECTOR>().0);
+            let vectors = vectors.zip(class.costs.as_chunks::<VECTOR>().0);
             vectorized(
                 #[inline(always)]
                 || {
-                    rows.for_each(|((best, least), &cost)| {
-                        *best = if cost < *least { number } else { *best };
-                        *least = cost.min(*least);
-                    })
+                    for ((best, least), costs) in vectors {
+                        for k in 0..VECTOR {
+                            best[k] = if costs[k] < least[k] { number } else { best[k] };
+                            least[k] = costs[k].min(least[k]);
+                        }
+                    }
                 },
             );
         }

@@ -16,6 +16,8 @@ use std::collections::BTreeMap;
 
 /// Maximum number of pieces per launch.
 const PIECES: usize = 2048;
+/// Number of rows that are copied to the host with their number.
+const ROWS: usize = 384;
 
 /// Sets tables and way of every plan, as the encoder of the processor does.
 pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
@@ -93,20 +95,21 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[Trial<'_>
     let counts = u64::from(abi::ENCODE_GROUPS) * u64::from(tokens) * 8;
     let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
     let scratch = session.scratch(chunks.len() as u32, tokens)?;
-    let (counters, found) = (session.alloc(counts)?, session.alloc(4)?);
-    let rows = session.alloc(u64::from(abi::ENCODE_GROUPS) * row * 8)?;
+    let counters = session.alloc(counts)?;
+    // The number of rows and of changed lanes, then the rows.
+    let found = session.alloc(8 + u64::from(abi::ENCODE_GROUPS) * row * 8)?;
     memory.place(&mut chunks, &survey, &states);
     let uploaded = session.upload(&chunks)?;
     let _drained = Drained(session);
     session.clear(&states)?;
     session.clear(&counters)?;
-    session.clear(&found)?;
+    session.clear(&found.slice(0, 8)?)?;
     let parameter = abi::Encode {
         chunks: uploaded.address(),
         scratch: scratch.memory.address(),
         slot_bytes: scratch.slot_bytes,
         groups: counters.address(),
-        rows: rows.address(),
+        rows: found.address() + 8,
         found: found.address(),
         count: chunks.len() as u32,
         parts: memory.parts,
@@ -118,9 +121,12 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[Trial<'_>
     let warps = abi::ENCODE_THREADS / 32;
     session.launch(session.kernels.groups, abi::ENCODE_GROUPS.div_ceil(warps), &parameter)?;
 
-    let changed = session.read::<abi::EncodeState>(&states, chunks.len())?.iter().map(|state| u64::from(state.changed)).sum();
-    let found = session.read::<u32>(&found, 1)?.first().copied().unwrap_or(0) as usize;
-    let rows = session.read::<u64>(&rows, found * row as usize)?;
+    // Most samples have fewer rows, which one copy then returns.
+    let likely = session.read::<u64>(&found, 1 + ROWS * row as usize)?;
+    let head = likely.first().copied().unwrap_or(0);
+    let (count, changed) = (head as u32 as usize, head >> 32);
+    let read = if count > ROWS { session.read::<u64>(&found, 1 + count * row as usize)? } else { likely };
+    let rows = read.get(1..1 + count * row as usize).unwrap_or_default();
     let groups = rows.chunks_exact(row as usize).map(|row| {
         let (number, counts) = (row[0] as u32, &row[1..]);
         let used = counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1);
