@@ -137,3 +137,47 @@ def test_values_are_kept_as_json(store: tpde.store.Store) -> None:
     dcp.save({"a": {"b": 1}, "none": torch.zeros(0, 4)}, storage_writer=tpde.dcp.StorageWriter(store), no_dist=True)
     kept = json.loads(store.version("main").metadata[tpde.dcp.KEY])
     assert kept == {"bytes": ["a.b"], "empty": {"none": ["float32", [0, 4]]}, "paths": {"a.b": ["a", "b"], "none": ["none"]}}
+
+
+def quantised(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Weights in fewer bits, and what they stand for in BF16."""
+    generator = torch.Generator().manual_seed(4)
+    if kind == "cast":
+        weight = torch.randn(256, 384, generator=generator)
+        return {"w": weight}, weight.bfloat16()
+    if kind == "fp8":
+        weight, scales = (
+            torch.randn(256, 384, generator=generator).to(torch.float8_e4m3fn),
+            torch.rand(2, 3, generator=generator) + 0.5,
+        )
+        product = weight.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return {"w": weight, "w_scale_inv": scales}, product.bfloat16()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    blocks = torch.randint(0, 256, (256, 12, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (256, 12), generator=generator, dtype=torch.uint8)
+    pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], dim=-1)
+    product = pairs.reshape(256, 12, 32) * 2.0 ** (scales.float() - 127)[..., None]
+    return {"w_blocks": blocks, "w_scales": scales}, product.reshape(256, 384).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["cast", "fp8", "mxfp4"])
+def test_a_version_with_quantised_weights_is_the_base_of_one_without(kind: str, store: tpde.store.Store) -> None:
+    base, target = quantised(kind)
+    target.view(torch.int16)[5, 7] ^= 1
+    states = [base, {"w": target}, {"w": target.clone()}]
+    states[2]["w"].view(torch.int16)[6, 8] ^= 1
+    for state in states:
+        dcp.save(state, storage_writer=tpde.dcp.StorageWriter(store), no_dist=True)
+    # The weights are formed from those before: only the changes are stored.
+    assert [one.content for one in store.log()] == ["difference", "difference", "whole"]
+    assert store.log()[1].stored_bytes < target.nbytes // 100
+    for step, state in enumerate(states):
+        found = {name: torch.zeros_like(one) for name, one in state.items()}
+        dcp.load(found, storage_reader=tpde.dcp.StorageReader(store, f"main@{step}"), no_dist=True)
+        assert all(torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in state.items())
+    # Without bases of another dtype, the weights are stored whole.
+    writer = tpde.dcp.StorageWriter(store, branch="other", derived=False)
+    dcp.save(base, storage_writer=tpde.dcp.StorageWriter(store, branch="other"), no_dist=True)
+    dcp.save({"w": target}, storage_writer=writer, no_dist=True)
+    assert writer.version is not None and writer.version.stored_bytes > target.nbytes // 4

@@ -19,6 +19,7 @@ pickles them; loading them runs ``torch.load`` as for every checkpoint of PyTorc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -60,6 +61,9 @@ __all__ = ["StorageReader", "StorageWriter"]
 
 #: The key of what a version keeps of DCP's metadata, among the metadata of the version.
 KEY = "torch.distributed.checkpoint"
+
+#: Endings of the names of tensors from which the base of a tensor may be formed, besides the one of its name: FP8 and MXFP4.
+_SOURCES = ("_scale_inv", "_blocks", "_scales")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +160,12 @@ class StorageWriter(_storage.StorageWriter):
                 parts: dict[str, list[tuple[list[int], list[int]]]] = {}
                 for (name, *_), origin, extent, _ in described:
                     parts.setdefault(name, []).append((origin, extent))
-                base = self.store._store.open_version(step.base, parts=parts, have=[], cache=None)
+                open_base = functools.partial(
+                    self.store._store.open_version, step.base, have=[], cache=str(Path(self._work.name) / "base")
+                )
+                if self._options["derived"]:
+                    _add_sources(parts, open_base(parts={}).tensors())
+                base = open_base(parts=parts)
                 base.encode(described, pair, options=self._options, progress=None)
             if not step.is_alone:
                 stored = self.store._store.upload_pair(pair)
@@ -177,6 +186,17 @@ class StorageWriter(_storage.StorageWriter):
             values = {**(self.metadata or {}), KEY: json.dumps(_kept(metadata))}
             self.version = self.store.put_pair(pair, branch=self.branch, parent=self._parent, metadata=values)
         self._work = None
+
+
+def _add_sources(parts: dict[str, list[tuple[list[int], list[int]]]], tensors: list[tuple[str, str, list[int]]]) -> None:
+    """Adds the other tensors of the base from which the base of a tensor may be formed: scales, and weights of less than a byte. They
+    are read whole: at most a quarter of the bytes of a tensor in BF16."""
+    shapes = {name: shape for name, _, shape in tensors}
+    for name in list(parts):
+        for ending in _SOURCES:
+            source = name + ending
+            if source in shapes and source not in parts:
+                parts[source] = [([0] * len(shapes[source]), shapes[source])]
 
 
 def _to_save(item: WriteItem, planner: SavePlanner) -> Slice:
