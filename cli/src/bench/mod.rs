@@ -17,7 +17,7 @@ use super::device::{DeviceArgs, DeviceName, open_cuda};
 use super::inputs::{CodecArgs, open};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::{Context, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use contenders::{Contender, Ours, Peer};
 use median::median;
 use repeated::Repeated;
@@ -58,6 +58,9 @@ pub struct Bench {
     /// size. Needs device memory for four more copies of the target
     #[arg(long)]
     gaps: bool,
+    /// Measure only this on the CPU, without digests
+    #[arg(long, value_name = "TASK", conflicts_with = "device")]
+    only: Option<Only>,
     /// Store the digest of each payload in the index, as `tpde encode --payload-digests` does
     #[arg(long)]
     payload_digests: bool,
@@ -133,6 +136,12 @@ struct Task {
     digests: bool,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Only {
+    Encode,
+    Decode,
+}
+
 /// A checkpoint read into memory.
 struct Loaded {
     infos: Vec<TensorInfo>,
@@ -187,7 +196,7 @@ impl Bench {
         let mut times = [const { [const { Vec::new() }; TASKS.len()] }; 3];
         let bar = common.bar("bench", u64::from(self.runs + 1) * target.bytes());
         for run in 0..=self.runs {
-            for (at, task) in TASKS.into_iter().enumerate() {
+            for (at, task) in TASKS.into_iter().enumerate().filter(|(_, task)| run == 0 || task.is_in(self.only)) {
                 for (contender, times) in contenders.iter_mut().zip(&mut times) {
                     let seconds = task.time(&mut **contender, &target.data, &mut outputs)?;
                     times[at].extend(seconds.filter(|_| run > 0));
@@ -253,6 +262,10 @@ impl Bench {
 }
 
 impl Task {
+    fn is_in(self, only: Option<Only>) -> bool {
+        only.is_none_or(|only| !self.digests && self.decodes == (only == Only::Decode))
+    }
+
     /// Returns the seconds that a contender takes, or `None` if the contender does not support this task.
     fn time(self, contender: &mut dyn Contender, target: &[Vec<u8>], outputs: &mut [Vec<u8>]) -> anyhow::Result<Option<f64>> {
         if !self.decodes {

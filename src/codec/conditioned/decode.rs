@@ -3,17 +3,21 @@
 use super::coded::{Classifier, CodedLanes, tiles_of};
 use super::context::{BLOCK, HALF, tile_blocks};
 use super::payload::{Payload, segment};
-use super::stream::Stream;
+use super::stream::{CodedSteps, Stream};
 use super::tables::{Lookup, TableSet};
 use crate::codec::simd::{GROUP, Platform, Tiles};
 use crate::codec::{Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
-use crate::sums::{chunk_sum, lane_term};
+use crate::sums::{ChunkSum, lane_term};
+use std::ops::Range;
 
 /// Tiles per batch, so that a batch fits in the L2 cache. Small in tests, so that short chunks span several batches.
 const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
+
+/// Two segments of at most this many bytes are decoded together: lanes and lists of both stay in the L2 cache.
+const PAIRED_BYTES: usize = 256 << 10;
 
 /// An [`EncodedChunk`](crate::codec::EncodedChunk) of this codec.
 #[derive(Debug, Clone, Copy)]
@@ -31,8 +35,24 @@ pub(crate) struct Decoder {
     lookup: Lookup,
     /// Activities of the blocks in the current batch.
     activities: Vec<u8>,
+    /// Buffers of the streams that are decoded together.
+    batches: [Batch; 2],
+}
+
+/// Buffers for the coded lanes of a batch.
+#[derive(Default)]
+struct Batch {
     coded: CodedLanes,
     values: Values,
+}
+
+/// A segment whose stream is being decoded.
+struct Segment<'a> {
+    /// Tiles that are left.
+    tiles: Range<usize>,
+    stream: Stream<'a>,
+    /// Lanes of the current batch.
+    batch: Range<usize>,
 }
 
 /// Values of the coded lanes of a batch, padded to whole steps with 0, and masks of nonzero values, one per 16 values. The
@@ -52,13 +72,7 @@ impl Default for Decoder {
 impl Decoder {
     /// Creates a decoder for this platform.
     pub fn with_platform(platform: Platform) -> Self {
-        Self {
-            platform,
-            lookup: Lookup::default(),
-            activities: Vec::new(),
-            coded: CodedLanes::default(),
-            values: Values::default(),
-        }
+        Self { platform, lookup: Lookup::default(), activities: Vec::new(), batches: Default::default() }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
@@ -74,69 +88,102 @@ impl Decoder {
 
         // Updating the sum costs more per change than recomputing it costs per lane. So it is updated only if few lanes change.
         let is_sparse = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
-        let mut target = Target { order: dtype.order(), sum: is_sparse.then_some(base_sum), changed: 0 };
+        let mut target = Target { order: dtype.order(), sum: if is_sparse { base_sum } else { 0 }, changed: 0 };
+        let (mut rows, mut summed) = (ChunkSum::default(), 0);
         let mut exceptions = Exceptions::<L>::new(&payload, count)?;
         let (blocks, tile) = (count.div_ceil(BLOCK), tile_blocks(L::BYTES));
-        let (states, platform) = (1 << payload.states_log2, self.platform);
-        for (s, stream) in payload.streams().enumerate() {
-            let mut tiles = segment(s, payload.segments, blocks.div_ceil(tile));
-            let mut stream = Stream::begin(stream?, states, 8 * L::BYTES as u32 - payload.low_bits)?;
-            while !tiles.is_empty() {
-                let batch = tiles.start * tile..blocks.min(tiles.end.min(tiles.start + BATCH) * tile);
-                tiles.start += BATCH;
-                let (first, end) = (batch.start * BLOCK, count.min(batch.end * BLOCK));
-                fill(lanes, end * L::BYTES)?;
-                exceptions.save_bases(lanes, end);
-                let lanes_of_batch = &mut lanes[first * L::BYTES..end * L::BYTES];
-                self.activities.clear();
-                self.activities.extend(batch.map(|block| payload.activity(block)));
-                let positions = is_sparse.then_some(first);
-                let classifier = Classifier { dtype, maps: &payload.maps, states };
-                self.coded.find::<L>(platform, classifier, &self.activities, lanes_of_batch, positions);
-                let (values, changed) = self.values.decode::<L>(platform, &self.lookup, &mut stream, self.coded.classes())?;
-                let halves = Halves { masks: self.coded.masks(), values, tiles: tiles_of::<L>(states) };
-                if payload.low_bits != 0 {
-                    target.rebuild::<L>(&payload, halves, first, lanes_of_batch);
-                } else if is_sparse {
-                    target.patch_few::<L>(self.coded.positions(), values, changed, lanes);
-                } else {
-                    target.patch_many::<L>(halves, changed, lanes_of_batch);
+        let (states, platform, lookup) = (1 << payload.states_log2, self.platform, &self.lookup);
+        let classifier = Classifier { dtype, maps: &payload.maps, states };
+        let begin = |(s, stream): (usize, Result<_>)| -> Result<_> {
+            let stream = Stream::begin(stream?, states, 8 * L::BYTES as u32 - payload.low_bits)?;
+            Ok(Segment { tiles: segment(s, payload.segments, blocks.div_ceil(tile)), stream, batch: 0..0 })
+        };
+        let are_paired = !is_sparse && lanes.len() <= PAIRED_BYTES * payload.segments;
+        let mut segments = payload.streams().enumerate().map(begin).peekable();
+        while let Some(first) = segments.next() {
+            let mut segments_now = vec![first?];
+            // The errors of a segment come before those of the next one.
+            segments_now.extend(segments.next_if(|next| are_paired && next.is_ok()).transpose()?);
+            while segments_now.iter().any(|segment| !segment.tiles.is_empty()) {
+                for (segment, Batch { coded, .. }) in segments_now.iter_mut().zip(&mut self.batches) {
+                    let tiles = segment.tiles.start..segment.tiles.end.min(segment.tiles.start + BATCH);
+                    segment.tiles.start = tiles.end;
+                    let batch = blocks.min(tiles.start * tile)..blocks.min(tiles.end * tile);
+                    segment.batch = count.min(batch.start * BLOCK)..count.min(batch.end * BLOCK);
+                    let Range { start, end } = segment.batch;
+                    fill(lanes, end * L::BYTES)?;
+                    exceptions.save_bases(lanes, end);
+                    self.activities.clear();
+                    self.activities.extend(batch.map(|block| payload.activity(block)));
+                    let positions = is_sparse.then_some(start);
+                    coded.find::<L>(platform, classifier, &self.activities, &lanes[start * L::BYTES..end * L::BYTES], positions);
+                }
+                match (&mut segments_now[..], &mut self.batches) {
+                    ([one, two], [batch, other]) => {
+                        let steps = [batch.steps::<L>(), other.steps::<L>()];
+                        Stream::decode_two::<L>([&mut one.stream, &mut two.stream], platform, lookup, steps)?;
+                    }
+                    (one, [batch, _]) => {
+                        one.iter_mut().try_for_each(|one| one.stream.decode::<L>(platform, lookup, batch.steps::<L>()))?;
+                    }
+                }
+                for (segment, batch) in segments_now.iter().zip(&self.batches) {
+                    let Range { start, end } = segment.batch;
+                    let (coded, (values, changed)) = (&batch.coded, batch.values.of::<L>(batch.coded.classes().len()));
+                    let halves = Halves { masks: coded.masks(), values, tiles: tiles_of::<L>(states) };
+                    let lanes_of_batch = start * L::BYTES..end * L::BYTES;
+                    if payload.low_bits != 0 {
+                        target.rebuild::<L>(&payload, halves, start, &mut lanes[lanes_of_batch]);
+                    } else if is_sparse {
+                        target.patch_few::<L>(coded.positions(), values, changed, lanes);
+                    } else {
+                        target.patch_many::<L>(halves, changed, &mut lanes[lanes_of_batch]);
+                    }
                 }
             }
-            stream.end()?;
+            let end = segments_now.last().map_or(0, |segment| segment.batch.end * L::BYTES);
+            segments_now.into_iter().try_for_each(|segment| segment.stream.end())?;
+            if !is_sparse {
+                let end = if end == lanes.len() { end } else { end / ChunkSum::BLOCK * ChunkSum::BLOCK };
+                rows.add(&lanes[summed..end]);
+                summed = end;
+            }
         }
+        target.sum = target.sum.wrapping_add(rows.value);
         target.except(&exceptions, lanes)?;
         Rule::PayloadDeltas.check_eq(encoded.num_deltas as usize, target.changed)?;
-        Ok(target.sum.unwrap_or_else(|| chunk_sum(lanes)))
+        Ok(target.sum)
+    }
+}
+
+impl Batch {
+    /// The steps to decode: the classes of the coded lanes, and buffers for their values.
+    fn steps<L: Lane>(&mut self) -> CodedSteps<'_, L::Le> {
+        let classes = self.coded.classes();
+        let (size, masks) = (classes.len() * L::BYTES, classes.len().div_ceil(GROUP));
+        let Values { bytes, changed } = &mut self.values;
+        if bytes.len() < size {
+            bytes.resize(size, 0);
+        }
+        if changed.len() < masks {
+            changed.resize(masks, 0);
+        }
+        CodedSteps { classes, values: lanes_of_mut::<L>(&mut bytes[..size]), changed: &mut changed[..masks] }
     }
 }
 
 impl Values {
-    fn decode<L: Lane>(
-        &mut self,
-        platform: Platform,
-        lookup: &Lookup,
-        stream: &mut Stream<'_>,
-        classes: &[u8],
-    ) -> Result<(&[L::Le], &[u16])> {
-        let (size, masks) = (classes.len() * L::BYTES, classes.len().div_ceil(GROUP));
-        if self.bytes.len() < size {
-            self.bytes.resize(size, 0);
-        }
-        if self.changed.len() < masks {
-            self.changed.resize(masks, 0);
-        }
-        let (values, changed) = (lanes_of_mut::<L>(&mut self.bytes[..size]), &mut self.changed[..masks]);
-        stream.decode::<L>(platform, lookup, classes, values, changed)?;
-        Ok((values, changed))
+    /// The values of `count` coded lanes, and the masks of nonzero ones.
+    fn of<L: Lane>(&self, count: usize) -> (&[L::Le], &[u16]) {
+        (lanes_of::<L>(&self.bytes[..count * L::BYTES]), &self.changed[..count.div_ceil(GROUP)])
     }
 }
 
 /// Running totals of a chunk whose target lanes are being produced.
 struct Target {
     order: Order,
-    /// Chunk sum of the current lanes; `None` if the sum is computed at the end.
-    sum: Option<u64>,
+    /// If few lanes change, the chunk sum of the current lanes. Else that of the segments that are decoded.
+    sum: u64,
     /// Number of lanes changed so far.
     changed: usize,
 }
@@ -150,7 +197,7 @@ impl Target {
             #[inline(always)]
             || patch_few::<L>(positions, values, changed, order, lanes),
         );
-        self.sum = self.sum.map(|before| before.wrapping_add(sum));
+        self.sum = self.sum.wrapping_add(sum);
         self.changed += count;
     }
 
@@ -190,9 +237,7 @@ impl Target {
             let target = L::apply(base, delta, self.order);
             lanes[position] = target.store();
             self.changed += 1;
-            if let Some(sum) = &mut self.sum {
-                *sum = sum.wrapping_add(lane_term(position, base, target));
-            }
+            self.sum = self.sum.wrapping_add(lane_term(position, base, target));
         }
         Ok(())
     }

@@ -1,16 +1,32 @@
 //! Decoding and encoding of streams (`spec/codecs.md` section 4.5).
 
 use super::tables::{Lookup, SCALE, SCALE_LOG2, base_value, extra_bits, token_of, tokens_within};
-use crate::codec::simd::{Broken, DecodeTable, DecodedSteps, EncodeTable, GROUP, Platform, ReverseWriter, STEP, Words};
-use crate::dispatch::vectorized;
+use crate::codec::simd::{Broken, DecodeTable, EncodeTable, GROUP, Platform, ReverseWriter, STEP, StreamSteps, Words};
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
 
 /// Lower bound of a state between symbols. Also the value of every state at the end of a stream.
 pub(crate) const RANS_LOWER_BOUND: u32 = 1 << 16;
 
-/// Lanes per batch. The values of a batch fit in the L1 cache.
-const BATCH: usize = 32 * STEP;
+/// Whole steps of coded lanes. The last step of a tile is padded with class 0, which gives 0 and leaves its state unchanged.
+pub(super) struct CodedSteps<'a, T> {
+    pub classes: &'a [u8],
+    /// Receives one value per class.
+    pub values: &'a mut [T],
+    /// Receives masks of nonzero values, one per 16 values.
+    pub changed: &'a mut [u16],
+}
+
+impl<T> CodedSteps<'_, T> {
+    /// Splits off the first `count` lanes, which are whole steps of at least 16 lanes.
+    fn split(&mut self, count: usize) -> (CodedSteps<'_, T>, CodedSteps<'_, T>) {
+        let (classes, rest_of_classes) = self.classes.split_at(count);
+        let (values, rest_of_values) = self.values.split_at_mut(count);
+        let (changed, rest_of_changed) = self.changed.split_at_mut(count / GROUP);
+        let rest = CodedSteps { classes: rest_of_classes, values: rest_of_values, changed: rest_of_changed };
+        (CodedSteps { classes, values, changed }, rest)
+    }
+}
 
 /// State of the decoding of a stream.
 pub(super) struct Stream<'a> {
@@ -33,40 +49,53 @@ impl<'a> Stream<'a> {
         Ok(Self { words: Words { words: words.as_chunks().0, read: 0 }, states, count, tokens: tokens_within(bits) })
     }
 
-    /// Decodes one value per element of `classes`, and masks of nonzero values, one per 16 values. `classes` consists of whole
-    /// steps. The last step of a tile is padded with class 0, which gives 0 and leaves its state unchanged.
-    ///
-    /// If `lookup` has K classes, no element of `classes` exceeds K.
-    pub fn decode<L: Lane>(
-        &mut self,
-        platform: Platform,
-        lookup: &Lookup,
-        classes: &[u8],
-        values: &mut [L::Le],
-        changed: &mut [u16],
-    ) -> Result<()> {
-        let Self { words, states, count, tokens } = self;
-        let count = *count;
-        if count >= GROUP && L::BYTES <= 4 && platform.has_steps() {
-            let mut batch = [0; BATCH];
-            let table = DecodeTable { entries: &lookup.entries, tokens: *tokens };
-            let batches = classes.chunks(BATCH).zip(values.chunks_mut(BATCH)).zip(changed.chunks_mut(BATCH / GROUP));
-            for ((classes, values), changed) in batches {
-                let batch = &mut batch[..classes.len()];
-                let out = DecodedSteps { values: &mut *batch, changed };
-                platform.decode_steps(count, table, words, states, classes, out).map_err(to_error)?;
-                narrow::<L>(batch, values);
-            }
-            return Ok(());
+    /// Decodes the next steps. If `lookup` has K classes, no class exceeds K.
+    pub fn decode<L: Lane>(&mut self, platform: Platform, lookup: &Lookup, steps: CodedSteps<'_, L::Le>) -> Result<()> {
+        let (count, tokens) = (self.count, self.tokens);
+        // Without tables, the look-up table is empty and no lane is coded.
+        if self.has_vector_code::<L>(platform) && !steps.classes.is_empty() {
+            let table = DecodeTable { entries: &lookup.entries, tokens };
+            return platform.decode_steps::<L, 1>(count, table, [self.steps(steps)]).map_err(to_error);
         }
+        let CodedSteps { classes, values, changed } = steps;
         for (classes, values) in classes.chunks(count).zip(values.chunks_mut(count)) {
-            step::<L>(lookup, *tokens, words, states, classes, values).map_err(to_error)?;
+            step::<L>(lookup, tokens, &mut self.words, &mut self.states, classes, values).map_err(to_error)?;
         }
         for (values, changed) in values.chunks(GROUP).zip(changed) {
             let mask = |mask, value: &L::Le| mask << 1 | u16::from(L::load(*value) != L::default());
             *changed = values.iter().rev().fold(0, mask);
         }
         Ok(())
+    }
+
+    /// [`decode`](Self::decode) for two streams that began with the same arguments, with `steps` of each.
+    pub fn decode_two<L: Lane>(
+        [first, second]: [&mut Self; 2],
+        platform: Platform,
+        lookup: &Lookup,
+        [mut steps, mut other_steps]: [CodedSteps<'_, L::Le>; 2],
+    ) -> Result<()> {
+        let common = steps.classes.len().min(other_steps.classes.len());
+        if !first.has_vector_code::<L>(platform) || common == 0 {
+            first.decode::<L>(platform, lookup, steps)?;
+            return second.decode::<L>(platform, lookup, other_steps);
+        }
+        let (steps, rest) = steps.split(common);
+        let (other_steps, other_rest) = other_steps.split(common);
+        let (count, table) = (first.count, DecodeTable { entries: &lookup.entries, tokens: first.tokens });
+        let streams = [first.steps(steps), second.steps(other_steps)];
+        platform.decode_steps::<L, 2>(count, table, streams).map_err(to_error)?;
+        first.decode::<L>(platform, lookup, rest)?;
+        second.decode::<L>(platform, lookup, other_rest)
+    }
+
+    fn has_vector_code<L: Lane>(&self, platform: Platform) -> bool {
+        self.count >= GROUP && L::BYTES <= 4 && platform.has_steps()
+    }
+
+    fn steps<'s, T>(&'s mut self, steps: CodedSteps<'s, T>) -> StreamSteps<'s, 'a, T> {
+        let CodedSteps { classes, values, changed } = steps;
+        StreamSteps { words: &mut self.words, states: &mut self.states, classes, values, changed }
     }
 
     /// Checks that the whole stream was read, and that every state has its final value.
@@ -76,14 +105,6 @@ impl<'a> Stream<'a> {
         let wrong = self.states[..self.count].iter().find(|&&state| state != RANS_LOWER_BOUND);
         Rule::PayloadStream.check(wrong.is_none(), "final states of 2^16", wrong.copied().unwrap_or_default())
     }
-}
-
-/// Narrows values to lanes.
-fn narrow<L: Lane>(wide: &[u32], values: &mut [L::Le]) {
-    vectorized(
-        #[inline(always)]
-        || values.iter_mut().zip(wide).for_each(|(value, &wide)| *value = L::from_u64(wide.into()).store()),
-    );
 }
 
 /// Decodes one step, lane by lane, as the spec defines it.

@@ -1,6 +1,7 @@
 //! Inner loops with AVX2 and BMI2.
 
-use super::types::{Broken, CompactedLanes, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, STEP, Tiles, Words};
+use super::types::{Broken, CompactedLanes, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, StreamSteps, Tiles, Words};
+use crate::lane::Lane;
 use std::arch::x86_64::*;
 
 /// See [`super::Platform::compact`].
@@ -97,17 +98,28 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Platform::decode_steps`]. `H` groups of 16 states, two vectors each.
+/// See [`super::Platform::decode_steps`]. `H` groups of 16 states per stream, two vectors each. Streams are decoded one after the
+/// other: there are too few registers for two.
 #[target_feature(enable = "avx2,bmi2,popcnt")]
-pub(super) fn decode_steps<const H: usize>(
+pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
     entries: &[Entry],
     tokens: u32,
-    words: &mut Words<'_>,
-    states: &mut [u32; STEP],
-    classes: &[[u8; GROUP]],
-    values: &mut [[u32; GROUP]],
-    changed: &mut [u16],
+    streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
 ) -> Result<(), Broken> {
+    streams.into_iter().try_for_each(
+        #[inline(always)]
+        |stream| decode_stream::<L, H>(entries, tokens, stream),
+    )
+}
+
+#[target_feature(enable = "avx2,bmi2,popcnt")]
+fn decode_stream<L: Lane, const H: usize>(
+    entries: &[Entry],
+    tokens: u32,
+    stream: StreamSteps<'_, '_, L::Le>,
+) -> Result<(), Broken> {
+    let StreamSteps { words, states, classes, values, changed } = stream;
+    let (classes, values) = (classes.as_chunks::<GROUP>().0, values.as_chunks_mut::<GROUP>().0);
     let zero = _mm256_setzero_si256();
     let mut x = [[zero; 2]; H];
     for (x, states) in x.as_flattened_mut().iter_mut().zip(states.as_chunks().0) {
@@ -170,8 +182,10 @@ pub(super) fn decode_steps<const H: usize>(
                 done = _mm256_add_epi32(done, _mm256_set1_epi32(16));
             }
         }
-        for (values, token) in values.as_flattened_mut().as_chunks_mut().0.iter_mut().zip(token.as_flattened()) {
-            store_words(values, *token);
+        for (values, token) in values.as_flattened_mut().as_chunks_mut::<8>().0.iter_mut().zip(token.as_flattened()) {
+            let mut words = [0; 8];
+            store_words(&mut words, *token);
+            values.iter_mut().zip(words).for_each(|(value, word)| *value = L::from_u64(word.into()).store());
         }
     }
     for (states, x) in states.as_chunks_mut().0.iter_mut().zip(x.as_flattened()) {

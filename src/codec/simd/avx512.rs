@@ -1,7 +1,7 @@
 //! Inner loops with AVX-512, VBMI and VBMI2.
 
 use super::types::{
-    Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, ReverseWriter, STEP, Tiles, Words,
+    Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, ReverseWriter, STEP, StreamSteps, Tiles,
 };
 use crate::lane::Lane;
 use std::arch::x86_64::*;
@@ -232,83 +232,109 @@ fn renormalize_encoder(x: __m512i, full: __mmask16, words: &mut ReverseWriter<'_
     _mm512_mask_srli_epi32::<16>(x, full, x)
 }
 
-/// See [`super::Platform::decode_steps`]. `H` vectors of 16 states.
+/// See [`super::Platform::decode_steps`]. `H` vectors of 16 states per stream.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
-pub(super) fn decode_steps<const H: usize>(
+pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
     entries: &[Entry],
     tokens: u32,
-    words: &mut Words<'_>,
-    states: &mut [u32; STEP],
-    classes: &[[u8; GROUP]],
-    values: &mut [[u32; GROUP]],
-    changed: &mut [u16],
+    mut streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
 ) -> Result<(), Broken> {
     let zero = _mm512_setzero_si512();
-    let mut x = [zero; H];
-    for (x, states) in x.iter_mut().zip(states.as_chunks().0) {
-        *x = load_words(states);
+    let (mut x, mut read) = ([[zero; H]; STREAMS], [0; STREAMS]);
+    for ((x, read), stream) in x.iter_mut().zip(&mut read).zip(&streams) {
+        for (x, states) in x.iter_mut().zip(stream.states.as_chunks().0) {
+            *x = load_words(states);
+        }
+        *read = stream.words.read;
     }
+    let mut steps = streams.each_mut().map(|stream| {
+        let values = stream.values.as_chunks_mut::<GROUP>().0.as_chunks_mut::<H>().0;
+        let (classes, changed) = (stream.classes.as_chunks::<GROUP>().0, stream.changed.as_chunks_mut::<H>().0);
+        (stream.words.words, classes.as_chunks::<H>().0, values, changed)
+    });
     let direct = _mm512_set1_epi32(DIRECT as i32);
     let most_bits = _mm512_set1_epi32(16);
     let last_token = _mm512_set1_epi32(tokens as i32 - 1);
     let low = _mm512_set1_epi32(0xFFF);
-    let mut read = words.read;
-    for ((classes, values), changed) in
-        classes.as_chunks::<H>().0.iter().zip(values.as_chunks_mut::<H>().0).zip(changed.as_chunks_mut::<H>().0)
-    {
-        let mut entry = [zero; H];
-        for h in 0..H {
-            // SAFETY: the reference is to 16 bytes; unaligned access is allowed.
-            let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
-            let class = _mm512_slli_epi32::<12>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
-            let at = _mm512_or_si512(class, _mm512_and_si512(x[h], low));
-            // SAFETY: class and slot have 4 and 12 bits, and the caller has checked that there are 2^16 entries.
-            entry[h] = unsafe { _mm512_i32gather_epi32::<4>(at, entries.as_ptr().cast()) };
-        }
-        let mut token = [zero; H];
-        let mut wide = [0; H];
-        for h in 0..H {
-            token[h] = _mm512_srli_epi32::<24>(entry[h]);
-            wide[h] = _mm512_cmpge_epu32_mask(token[h], direct);
-            changed[h] = _mm512_test_epi32_mask(token[h], token[h]);
-            if _mm512_cmpgt_epu32_mask(token[h], last_token) != 0 {
-                return Err(Broken::Value);
-            }
-            let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(entry[h], low));
-            let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry[h]), low);
-            let quotient = _mm512_srli_epi32::<12>(x[h]);
-            let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
-            x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words.words, &mut read)?;
-        }
-        if wide.iter().fold(0, |all, wide| all | wide) != 0 {
-            // A token without extra bits is its own value.
-            let mut left = [zero; H];
+    for i in 0..steps[0].1.len() {
+        for ((x, read), (words, classes, values, changed)) in x.iter_mut().zip(&mut read).zip(&mut steps) {
+            // The lists of all streams have the same length.
+            let (Some(classes), Some(values), Some(changed)) = (classes.get(i), values.get_mut(i), changed.get_mut(i)) else {
+                break;
+            };
+            let mut entry = [zero; H];
             for h in 0..H {
-                left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
-                let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
-                token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
+                // SAFETY: the reference is to 16 bytes; unaligned access is allowed.
+                let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
+                let class = _mm512_slli_epi32::<12>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
+                let at = _mm512_or_si512(class, _mm512_and_si512(x[h], low));
+                // SAFETY: class and slot have 4 and 12 bits, and the caller has checked that there are 2^16 entries.
+                entry[h] = unsafe { _mm512_i32gather_epi32::<4>(at, entries.as_ptr().cast()) };
             }
-            let mut done = zero;
-            while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
-                for h in 0..H {
-                    let bit_count = _mm512_min_epu32(left[h], most_bits);
-                    let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
-                    token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
-                    left[h] = _mm512_sub_epi32(left[h], bit_count);
-                    x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words.words, &mut read)?;
+            let mut token = [zero; H];
+            let mut wide = [0; H];
+            for h in 0..H {
+                token[h] = _mm512_srli_epi32::<24>(entry[h]);
+                wide[h] = _mm512_cmpge_epu32_mask(token[h], direct);
+                changed[h] = _mm512_test_epi32_mask(token[h], token[h]);
+                if _mm512_cmpgt_epu32_mask(token[h], last_token) != 0 {
+                    return Err(Broken::Value);
                 }
-                done = _mm512_add_epi32(done, most_bits);
+                let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(entry[h], low));
+                let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry[h]), low);
+                let quotient = _mm512_srli_epi32::<12>(x[h]);
+                let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
+                x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words, read)?;
             }
-        }
-        for h in 0..H {
-            store_words(&mut values[h], token[h]);
+            if wide.iter().fold(0, |all, wide| all | wide) != 0 {
+                // A token without extra bits is its own value.
+                let mut left = [zero; H];
+                for h in 0..H {
+                    left[h] =
+                        _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
+                    let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
+                    token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
+                }
+                let mut done = zero;
+                while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
+                    for h in 0..H {
+                        let bit_count = _mm512_min_epu32(left[h], most_bits);
+                        let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
+                        token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
+                        left[h] = _mm512_sub_epi32(left[h], bit_count);
+                        x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words, read)?;
+                    }
+                    done = _mm512_add_epi32(done, most_bits);
+                }
+            }
+            for (values, token) in values.iter_mut().zip(token) {
+                narrow::<L>(token, values);
+            }
         }
     }
-    words.read = read;
-    for (x, states) in x.iter().zip(states.as_chunks_mut().0) {
-        store_words(states, *x);
+    for ((x, read), stream) in x.iter().zip(read).zip(streams) {
+        for (x, states) in x.iter().zip(stream.states.as_chunks_mut().0) {
+            store_words(states, *x);
+        }
+        stream.words.read = read;
     }
     Ok(())
+}
+
+/// Stores 16 words as lanes of at most 4 bytes. The opposite of [`widen`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn narrow<L: Lane>(words: __m512i, lanes: &mut [L::Le; GROUP]) {
+    let lanes = lanes.as_mut_bytes();
+    debug_assert!(lanes.len() == GROUP * L::BYTES);
+    // SAFETY: the reference is to 16 lanes, and each store has 16 lanes of `L`; unaligned access is allowed.
+    unsafe {
+        match L::BYTES {
+            1 => _mm_storeu_si128(lanes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(words)),
+            2 => _mm256_storeu_si256(lanes.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(words)),
+            _ => _mm512_storeu_epi32(lanes.as_mut_ptr().cast(), words),
+        }
+    }
 }
 
 #[inline]
@@ -325,18 +351,24 @@ fn store_words(words: &mut [u32; GROUP], vector: __m512i) {
     unsafe { _mm512_storeu_epi32(words.as_mut_ptr().cast(), vector) };
 }
 
-/// [`Words::renormalize`] for 16 states, in order.
+/// [`super::Words::renormalize`] for 16 states, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
 fn renormalize(x: __m512i, words: &[[u8; 2]], read: &mut usize) -> Result<__m512i, Broken> {
     let needs_word = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(1 << 16));
     let count = needs_word.count_ones();
-    let end = *read + count as usize;
-    let next = words.get(*read..end).ok_or(Broken::Short)?;
-    let selected = _bzhi_u32(u32::MAX, count) as u16;
-    // SAFETY: the mask restricts the load to the `count` words of `next`.
-    let next = unsafe { _mm256_maskz_loadu_epi16(selected, next.as_ptr().cast()) };
-    *read = end;
+    let left = words.get(*read..).ok_or(Broken::Short)?;
+    let next = if let Some(next) = left.first_chunk::<GROUP>() {
+        // A load without a mask is faster. The words after the first `count` are not used.
+        // SAFETY: the reference is to 16 words; unaligned access is allowed.
+        unsafe { _mm256_loadu_si256(next.as_ptr().cast()) }
+    } else {
+        let next = left.get(..count as usize).ok_or(Broken::Short)?;
+        let selected = _bzhi_u32(u32::MAX, count) as u16;
+        // SAFETY: the mask restricts the load to the `count` words of `next`.
+        unsafe { _mm256_maskz_loadu_epi16(selected, next.as_ptr().cast()) }
+    };
+    *read += count as usize;
     let next = _mm512_maskz_expand_epi32(needs_word, _mm512_cvtepu16_epi32(next));
     Ok(_mm512_mask_or_epi32(x, needs_word, _mm512_slli_epi32::<16>(x), next))
 }

@@ -15,6 +15,6 @@ mod types;
 
 pub(crate) use platform::Platform;
 pub(crate) use types::{
-    Broken, CompactedLanes, DIRECT, DecodeTable, DecodedSteps, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, ReverseWriter,
-    STEP, Tiles, Words,
+    Broken, CompactedLanes, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, ReverseWriter, STEP, StreamSteps,
+    Tiles, Words,
 };

@@ -2,8 +2,7 @@
 
 use super::scalar;
 use super::types::{
-    Broken, CompactedLanes, DecodeTable, DecodedSteps, EncodeTable, GROUP, HALF, ReverseWriter, SLOTS_LOG2, STEP, TOKENS_32, Tiles,
-    Words,
+    Broken, CompactedLanes, DecodeTable, EncodeTable, GROUP, HALF, ReverseWriter, SLOTS_LOG2, STEP, StreamSteps, TOKENS_32, Tiles,
 };
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
@@ -172,45 +171,48 @@ impl Platform {
         }
     }
 
-    /// Decodes steps of `count` lanes, 16 or 32, with `classes` from 0 to 15, to values of at most 32 bits.
+    /// Decodes steps of `count` lanes, 16 or 32, with `classes` from 0 to 15, to values of at most 32 bits. All streams have the
+    /// same number of steps.
     ///
-    /// `table` has all slots of classes 0 to 15, and allows at most the tokens of 32-bit values. The scalar platform does not
+    /// A step depends on the step before it. With two streams, vector code alternates between their steps, and the processor
+    /// decodes a step of one stream while it waits for the other.
+    ///
+    /// `table` has all slots of classes 0 to 15, and allows at most the tokens of lanes of type `L`. The scalar platform does not
     /// implement this function.
     ///
     /// # Errors
     /// A missing word, or a value with too many bits. States and output are then undefined.
     ///
     /// # Panics
-    /// If the lengths do not match, or on the scalar platform.
+    /// If the lengths do not match, for lanes of 8 bytes, or on the scalar platform.
     #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
-    pub fn decode_steps(
+    pub fn decode_steps<L: Lane, const STREAMS: usize>(
         self,
         count: usize,
         table: DecodeTable<'_>,
-        words: &mut Words<'_>,
-        states: &mut [u32; STEP],
-        classes: &[u8],
-        out: DecodedSteps<'_>,
+        streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
     ) -> Result<(), Broken> {
-        let (DecodeTable { entries, tokens }, DecodedSteps { values, changed }) = (table, out);
-        assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP));
-        assert!(classes.len().is_multiple_of(count) && classes.len() == values.len() && classes.len() == GROUP * changed.len());
-        let (classes, values) = (classes.as_chunks::<GROUP>().0, values.as_chunks_mut::<GROUP>().0);
+        let DecodeTable { entries, tokens } = table;
+        assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP) && L::BYTES <= 4);
+        for StreamSteps { classes, values, changed, .. } in &streams {
+            assert!(classes.len().is_multiple_of(count) && classes.len() == streams[0].classes.len());
+            assert!(classes.len() == values.len() && classes.len() == GROUP * changed.len());
+        }
         let tokens = tokens as u32;
         match (self.0, count) {
             (Isa::Scalar, _) => unreachable!("the scalar platform decodes lane by lane"),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Isa::Avx2, GROUP) => unsafe { avx2::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx2, GROUP) => unsafe { avx2::decode_steps::<L, 1, STREAMS>(entries, tokens, streams) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Isa::Avx2, _) => unsafe { avx2::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx2, _) => unsafe { avx2::decode_steps::<L, 2, STREAMS>(entries, tokens, streams) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Isa::Avx512, GROUP) => unsafe { avx512::decode_steps::<1>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx512, GROUP) => unsafe { avx512::decode_steps::<L, 1, STREAMS>(entries, tokens, streams) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Isa::Avx512, _) => unsafe { avx512::decode_steps::<2>(entries, tokens, words, states, classes, values, changed) },
+            (Isa::Avx512, _) => unsafe { avx512::decode_steps::<L, 2, STREAMS>(entries, tokens, streams) },
         }
     }
 }

@@ -73,12 +73,19 @@ pub(crate) struct DecodeTable<'a> {
     pub tokens: usize,
 }
 
-/// Output of [`super::Platform::decode_steps`].
+/// Steps of one stream, for [`super::Platform::decode_steps`]. `T` is a lane in memory.
 #[derive(Debug)]
-pub(crate) struct DecodedSteps<'a> {
-    /// Values.
-    pub values: &'a mut [u32],
-    /// Masks of nonzero values, one per [`GROUP`].
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code uses words and states"))]
+pub(crate) struct StreamSteps<'a, 'w, T> {
+    /// Words of the stream.
+    pub words: &'a mut Words<'w>,
+    /// States of the stream.
+    pub states: &'a mut [u32; STEP],
+    /// Classes of the coded lanes.
+    pub classes: &'a [u8],
+    /// Receives one value per class.
+    pub values: &'a mut [T],
+    /// Receives masks of nonzero values, one per [`GROUP`].
     pub changed: &'a mut [u16],
 }
 

@@ -2,9 +2,10 @@
 
 use super::*;
 use crate::codec::conditioned::tables::Lookup;
-use crate::codec::simd::{Broken, DecodeTable, DecodedSteps, STEP, Words};
+use crate::codec::simd::{Broken, DecodeTable, STEP, StreamSteps, Words};
 use crate::format::ConditionedHeader;
 use zerocopy::FromBytes;
+use zerocopy::little_endian::U32;
 
 /// Decodes a step as section 4.5 defines it, from frequencies.
 fn plain_step(
@@ -45,6 +46,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     /// Arbitrary states and words decode to values, as long as no word is missing and all tokens are allowed.
+    /// Two streams are decoded together as each alone.
     #[test]
     fn steps_are_the_same_on_every_path(
         classes in 1usize..16,
@@ -69,23 +71,40 @@ proptest! {
         let expected: Result<Vec<_>, _> =
             coded.chunks(count).map(|classes| plain_step(classes, &frequencies, allowed, &mut words, &mut states)).collect();
         let expected = expected.map(|values| values.concat());
+        let other: Vec<u8> = coded.iter().rev().copied().collect();
         for platform in Platform::available().into_iter().filter(|platform| platform.has_steps()) {
-            let (mut found_states, mut found_words) = (initial, Words { words: &stream, read: 0 });
-            let mut values = vec![0xAAAA_AAAA; coded.len()];
-            let mut changed = vec![0xAAAA; coded.len() / 16];
-            let result = platform.decode_steps(
+            let table = DecodeTable { entries: &lookup.entries, tokens: allowed };
+            let begin = || (initial, Words { words: &stream, read: 0 }, vec![U32::new(0xAAAA_AAAA); coded.len()], vec![0xAAAA; coded.len() / 16]);
+            let (mut found_states, mut found_words, mut values, mut changed) = begin();
+            let result = platform.decode_steps::<u32, 1>(
                 count,
-                DecodeTable { entries: &lookup.entries, tokens: allowed },
-                &mut found_words,
-                &mut found_states,
-                &coded,
-                DecodedSteps { values: &mut values, changed: &mut changed },
+                table,
+                [StreamSteps { words: &mut found_words, states: &mut found_states, classes: &coded, values: &mut values, changed: &mut changed }],
             );
+            let (mut a, mut b, mut alone) = (begin(), begin(), begin());
+            let alone_result = platform.decode_steps::<u32, 1>(
+                count,
+                table,
+                [StreamSteps { words: &mut alone.1, states: &mut alone.0, classes: &other, values: &mut alone.2, changed: &mut alone.3 }],
+            );
+            let both = platform.decode_steps::<u32, 2>(
+                count,
+                table,
+                [
+                    StreamSteps { words: &mut a.1, states: &mut a.0, classes: &coded, values: &mut a.2, changed: &mut a.3 },
+                    StreamSteps { words: &mut b.1, states: &mut b.0, classes: &other, values: &mut b.2, changed: &mut b.3 },
+                ],
+            );
+            prop_assert_eq!(both.is_ok(), result.is_ok() && alone_result.is_ok());
+            if both.is_ok() {
+                prop_assert_eq!((&a.0, a.1.read, &a.2, &a.3), (&found_states, found_words.read, &values, &changed));
+                prop_assert_eq!((b.0, b.1.read, b.2, b.3), (alone.0, alone.1.read, alone.2, alone.3));
+            }
             match result {
                 Ok(()) => {
-                    prop_assert!(expected.as_ref().is_ok_and(|expected| expected.iter().copied().eq(values.iter().map(|&value| u64::from(value)))));
+                    prop_assert!(expected.as_ref().is_ok_and(|expected| expected.iter().copied().eq(values.iter().map(|&value| u64::from(value.get())))));
                     prop_assert_eq!((found_states, found_words.read), (states, words.read), "{:?}", platform);
-                    let not_zero = |lanes: &[u32]| lanes.iter().rev().fold(0, |mask, &value| mask << 1 | u16::from(value != 0));
+                    let not_zero = |lanes: &[U32]| lanes.iter().rev().fold(0, |mask, value| mask << 1 | u16::from(value.get() != 0));
                     prop_assert!(values.chunks(16).map(not_zero).eq(changed));
                 }
                 // If a step has two errors, vector code can find the other error first.
