@@ -20,6 +20,9 @@ use std::sync::OnceLock;
 const RUNS: u64 = 8;
 /// A tensor of at most this many lanes is estimated from all of its chunks.
 const WHOLE: u64 = RUNS * PIECE;
+/// A large tensor is estimated from all of its chunks too if at most one in `SPARSE` lanes of its runs changes. Codec `raw` may then
+/// be smaller, which depends on the number of all changes.
+const SPARSE: u64 = 1 << 11;
 
 /// Lanes of a tensor whose payload is estimated.
 #[derive(Clone, Copy)]
@@ -146,9 +149,25 @@ fn estimates(
     from_base: bool,
     is_tried: impl Fn(usize, &Plan) -> bool,
 ) -> Result<Vec<Estimate>> {
-    let tried = plans.iter().enumerate().filter(|&(i, plan)| is_tried(i, plan));
+    let sampled = estimates_of(plans, surveyor, from_base, |i, plan| if is_tried(i, plan) { ranges(plan) } else { Vec::new() })?;
+    let is_sparse = |i: usize, plan: &Plan| {
+        let Estimate { lanes, changed, .. } = sampled[i];
+        lanes > 0 && lanes < plan.lanes && SPARSE * changed <= lanes
+    };
+    let whole = estimates_of(plans, surveyor, from_base, |i, plan| if is_sparse(i, plan) { chunks(plan) } else { Vec::new() })?;
+    Ok(sampled.into_iter().zip(whole).map(|(sampled, whole)| if whole.lanes > 0 { whole } else { sampled }).collect())
+}
+
+/// Estimates tensors in one way, from these ranges of their lanes.
+fn estimates_of(
+    plans: &[Plan],
+    surveyor: &mut impl Surveyor,
+    from_base: bool,
+    ranges: impl Fn(usize, &Plan) -> Vec<(u64, u64)>,
+) -> Result<Vec<Estimate>> {
+    let tried = plans.iter().enumerate().flat_map(|(i, plan)| ranges(i, plan).into_iter().map(move |range| (i, plan, range)));
     let (of_tensor, trials): (Vec<usize>, Vec<Trial<'_>>) =
-        tried.flat_map(|(i, plan)| ranges(plan).map(move |(first, lanes)| (i, Trial { plan, from_base, first, lanes }))).unzip();
+        tried.map(|(i, plan, (first, lanes))| (i, Trial { plan, from_base, first, lanes })).unzip();
     let mut estimates = vec![Estimate::default(); plans.len()];
     for ((i, trial), result) in of_tensor.into_iter().zip(&trials).zip(surveyor.estimate(&trials)?) {
         estimates[i] += (trial, result);
@@ -156,15 +175,19 @@ fn estimates(
     Ok(estimates)
 }
 
-/// The lanes from which a tensor is estimated: the first one of each trial, and their number.
-fn ranges(plan: &Plan) -> impl Iterator<Item = (u64, u64)> + use<> {
-    let (lanes, chunk) = (plan.lanes, 1 << plan.chunk_lanes_log2);
-    let pieces = lanes / PIECE;
-    let (count, run) = if lanes <= WHOLE { (lanes.div_ceil(chunk), chunk) } else { (RUNS, chunk.min(PIECE)) };
-    (0..count).map(move |k| {
-        let first = if lanes <= WHOLE { k * chunk } else { (2 * k + 1) * pieces / (2 * RUNS) * PIECE };
-        (first, run.min(lanes - first))
-    })
+/// The lanes from which a tensor is estimated: the first one of each range, and their number.
+fn ranges(plan: &Plan) -> Vec<(u64, u64)> {
+    if plan.lanes <= WHOLE {
+        return chunks(plan);
+    }
+    let (pieces, run) = (plan.lanes / PIECE, PIECE.min(1 << plan.chunk_lanes_log2));
+    (0..RUNS).map(|k| ((2 * k + 1) * pieces / (2 * RUNS) * PIECE, run)).collect()
+}
+
+/// The chunks of a tensor, as [`ranges`].
+fn chunks(plan: &Plan) -> Vec<(u64, u64)> {
+    let chunk = 1 << plan.chunk_lanes_log2;
+    (0..plan.lanes.div_ceil(chunk)).map(|k| (k * chunk, chunk.min(plan.lanes - k * chunk))).collect()
 }
 
 fn has_base(plan: &Plan) -> bool {

@@ -151,9 +151,8 @@ fn each_tensor_takes_its_smallest_way() {
     let mut expected = Vec::new();
     let lanes_of = |lanes: usize| if stand_in::is_used() { lanes } else { 8 * lanes };
     for lanes in [3000, lanes_of(140_000)] {
-        let is_large = lanes > 1 << 17;
         let conditioned = Some((Codec::Conditioned, BaseKind::Same));
-        let few = if is_large { conditioned } else { Some((Codec::Raw, BaseKind::Same)) };
+        let few = Some((Codec::Raw, BaseKind::Same));
         for dtype in [Dtype::Bf16, Dtype::F32] {
             let width = dtype.lane_bytes();
             let (base, target) = match dtype {
@@ -167,7 +166,7 @@ fn each_tensor_takes_its_smallest_way() {
             one[lanes] ^= 1;
             let mut sparse = vec![0; base.len()];
             (0..8).for_each(|k| sparse[k * lanes / 8 * width] = 7);
-            let zeros = Some((if is_large { Codec::Conditioned } else { Codec::Raw }, BaseKind::None));
+            let zeros = Some((Codec::Raw, BaseKind::None));
             for (target, way) in [
                 (target, conditioned),
                 // Either codec may be smaller.
