@@ -40,12 +40,19 @@ impl Launcher<'_> {
         let blob = self.blob(payloads);
         let mut host_error = None;
         self.fork()?;
-        let queued = self.run_slices(payloads, blob, &mut host_error);
+        let queued = self.run_slices(payloads, blob, &mut host_error).and_then(|()| match (self.beside(), &host_error) {
+            // While the dry pass runs: a batch has too few chunks to fill a device.
+            (Some(beside), None) => self.compare_batches(blob, beside),
+            _ => Ok(()),
+        });
         // Also after an error, the stream must wait for the side streams.
         self.join()?;
         queued?;
         if host_error.is_none() {
-            self.compare_targets(blob)?;
+            if self.beside().is_none() {
+                self.compare_batches(blob, self.stream)?;
+            }
+            self.compare_stored()?;
         }
         if host_error.is_none() && self.commits && self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
             self.fork()?;
@@ -138,17 +145,23 @@ impl Launcher<'_> {
         unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
     }
 
-    /// Queues the comparison of the targets with their digests: where they are, or, if everything is checked before it is stored,
-    /// in scratch memory, batch by batch.
-    fn compare_targets(&self, blob: u64) -> Result<()> {
+    /// Queues the comparison of the targets with their digests if everything is checked before it is stored: batch by batch, in
+    /// scratch memory. All payloads are in the order of the stream. The chunks get the status words that the dry pass gives them.
+    fn compare_batches(&self, blob: u64, stream: RawStream) -> Result<()> {
         let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
         for batch in &plan.batches {
-            self.launch_runs(&batch.runs, targets.table_of(batch), self.stream, blob, mode::OUT_OF_PLACE)?;
+            self.launch_runs(&batch.runs, targets.table_of(batch), stream, blob, mode::OUT_OF_PLACE)?;
             // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed.
-            unsafe { targets.compare(self.cx, self.stream, &batch.hashes, self.digest_flag())? };
+            unsafe { targets.compare(self.cx, stream, &batch.hashes, self.digest_flag())? };
         }
+        Ok(())
+    }
+
+    /// Queues the comparison of the targets with their digests where they are stored.
+    fn compare_stored(&self) -> Result<()> {
+        let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
         let Some(stored) = &plan.stored else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed.
         unsafe { targets.compare(self.cx, self.stream, stored, 0) }
     }
 
@@ -204,7 +217,8 @@ impl Launcher<'_> {
         for slice in &self.prepared.schedule.slices {
             self.launch(slice, self.stream, blob, self.first_mode())?;
         }
-        self.compare_targets(blob)?;
+        self.compare_batches(blob, self.stream)?;
+        self.compare_stored()?;
         if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) {
             let mut slices = self.prepared.schedule.slices.iter();
             slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
