@@ -157,16 +157,38 @@ def test_a_fault_of_any_version_that_is_missing_writes_nothing(
         assert behind.late.has(0) and subscriber.version == 0
         assert behind.answer()["version"] == version and behind.answer()["error"].startswith("Step: ")
         behind.blob(version).write_bytes(sound)
-    # Another base, which only the first version finds.
+    # Another base, which only the first version finds. It is then applied alone, which says more.
     parameter = behind.late.live["qk"].view(torch.int16)
     parameter[3, 3] ^= 1
     left = {name: raw(one) for name, one in behind.late.live.items()}
-    with pytest.raises(tpde.Step) as caught:
+    with pytest.raises(tpde.WrongBase):
         subscriber.update()
-    assert caught.value.number == 1 and left == {name: raw(one) for name, one in behind.late.live.items()}
+    assert behind.answer()["version"] == 1 and left == {name: raw(one) for name, one in behind.late.live.items()}
     parameter[3, 3] ^= 1
     assert [one.version for one in subscriber.update()] == [1, 2, 3] and behind.late.has(3)
     behind.continues()
+
+
+def test_a_damaged_index_is_the_fault_of_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    behind = Behind(tmp_path, monkeypatch)
+    index = behind.blob(3).with_suffix(".tpde-index")
+    sound = index.read_bytes()
+    index.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(tpde.TpdeError):
+        behind.late.subscriber.update()
+    assert behind.answer()["version"] == 3 and behind.late.subscriber.version == 2 and behind.late.has(2)
+    index.write_bytes(sound)
+    assert [one.version for one in behind.late.subscriber.update()] == [3] and behind.late.has(3)
+
+
+def test_too_little_memory_for_all_versions_suffices_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    behind = Behind(tmp_path, monkeypatch)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise tpde.OutOfMemory("all versions")
+
+    monkeypatch.setattr("tpde._subscriber.CatchUp.__init__", refuse)
+    assert [one.version for one in behind.late.subscriber.update()] == [1, 2, 3] and behind.late.has(3)
 
 
 def test_versions_that_do_not_fit_one_commit_are_applied_one_after_the_other(

@@ -228,11 +228,10 @@ class Subscriber:
             if self._at_once is None:
                 return []
             self._at_once.apply()
-        except _errors.InvalidArgument as error:
-            # Such versions have other parts or tensors. Nothing was written.
-            _log.info("%s applies versions one after the other: %s", self._name, error)
-            return []
         except BaseException as error:
+            if self._is_for_single_versions(error):
+                _log.info("%s applies versions one after the other: %s", self._name, error)
+                return []
             failed = error.number - 1 if isinstance(error, _errors.Step) else 0
             version, answer = answers[failed]
             self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
@@ -247,6 +246,19 @@ class Subscriber:
         done[-1].milliseconds.update(clock.milliseconds)
         _log.info("%s has applied in one commit %s", self._name, done)
         return done
+
+    def _is_for_single_versions(self, error: BaseException) -> bool:
+        """Whether versions must be applied one after the other to succeed, or to find out which one is at fault. Nothing was
+        written."""
+        if not isinstance(error, _errors.TpdeError):
+            return False
+        if self._at_once is None:
+            return True  # a version cannot be opened or merged, or all of them need too much memory
+        if isinstance(error, _errors.Step):
+            # The first version alone is found to be applied already, or the weights to be packed anew.
+            return error.number == 1 and isinstance(error.__cause__, _errors.WrongBase | _errors.AlreadyApplied)
+        # The versions have other parts or tensors, or need too much memory.
+        return isinstance(error, _errors.InvalidArgument | _errors.OutOfMemory)
 
     def _answer(self) -> None:
         """Sends each answer once. Deletes merged pairs, which takes too long for a pause of the engine."""

@@ -59,7 +59,7 @@ pub struct Encoded {
     pub num_deltas: u32,
 }
 
-/// Callback that writes the base lanes of a chunk, at least up to a byte offset. A decoder calls it with ascending offsets just
-/// before it needs the lanes, so lanes are copied and checked while they are in the cache. The callback does nothing if the
-/// buffer already has the base lanes.
+/// Callback that writes the base lanes of a chunk, at least up to a byte offset. A decoder calls it just before it needs the lanes,
+/// so lanes are copied and checked while they are in the cache. Offsets need not ascend. The callback does nothing if the buffer
+/// already has the base lanes.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;

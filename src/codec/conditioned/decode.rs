@@ -102,7 +102,7 @@ impl Decoder {
         let mut segments = payload.streams().enumerate().map(begin).peekable();
         while let Some(first) = segments.next() {
             let mut segments_now = vec![first?];
-            // The errors of a segment come before those of the next one.
+            // A segment that cannot begin waits until those before it have been decoded.
             segments_now.extend(segments.next_if(|next| are_paired && next.is_ok()).transpose()?);
             while segments_now.iter().any(|segment| !segment.tiles.is_empty()) {
                 for (segment, Batch { coded, .. }) in segments_now.iter_mut().zip(&mut self.batches) {

@@ -182,14 +182,15 @@ impl Launcher<'_> {
         if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
     }
 
-    /// Makes the side streams wait for the stream.
+    /// Makes the side streams, and the stream of payload digests, wait for the stream.
     fn fork(&self) -> Result<()> {
-        if self.prepared.sides.is_empty() {
+        let sides = self.prepared.sides.iter().map(OwnStream::raw).chain(self.beside());
+        let mut sides = sides.peekable();
+        if sides.peek().is_none() {
             return Ok(());
         }
-        let event = RawEvent::new(self.cx, false)?;
-        event.record(self.cx, self.stream)?;
-        self.prepared.sides.iter().try_for_each(|side| event.hold(self.cx, side.raw()))
+        let event = self.mark(self.stream)?;
+        sides.try_for_each(|side| event.hold(self.cx, side))
     }
 
     /// Makes the stream wait for the side streams, and for payload digests.
