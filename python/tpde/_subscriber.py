@@ -253,7 +253,7 @@ class Subscriber:
         if not isinstance(error, _errors.TpdeError):
             return False
         if self._at_once is None:
-            return True  # a version cannot be opened or merged, or all of them need too much memory
+            return True  # one cannot be opened or merged, or together they need too much memory
         if isinstance(error, _errors.Step):
             # The first version alone is found to be applied already, or the weights to be packed anew.
             return error.number == 1 and isinstance(error.__cause__, _errors.WrongBase | _errors.AlreadyApplied)
