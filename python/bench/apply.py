@@ -64,8 +64,8 @@ def main() -> None:
         bench(how.folder, how.pair, how.tiles, work, how.tpde)
 
 
-#: By place of a pair's payloads: the place and the clock of the corresponding row of the program. The program measures no wall
-#: times for payloads on the device.
+#: By place of a pair's payloads: the place and the clock of the corresponding row of the program, in which all digests are compared
+#: too. The program measures no wall times for payloads on the device.
 ALIKE = {
     "path": ("files, opened anew", "wall"),
     "file": ("host memory", "wall"),
@@ -129,7 +129,7 @@ def bench(folder: Path, pair_name: str, tiles: int, work: Path, program: Path | 
         seconds = timed(measured, before)
         more = f"   first {1e3 * first:8.3f} ms, host {1e6 * statistics.median(hosts[2:]):6.0f} us"
         where, clock = ALIKE[payloads]
-        alone = program_takes.get((mode, where, clock))
+        alone = program_takes.get((f"{mode}, all digests", where, clock))
         if alone is not None:
             more += f", from Rust {1e3 * alone:7.3f} ms ({clock}): {alone / seconds:.0%} of its speed"
         return row(what, seconds, more)

@@ -337,8 +337,10 @@ impl Bed<'_> {
                 for (digests, compared) in [("digests of targets", Compared::TARGETS), ("all digests", Compared::ALL)] {
                     measure(&format!("{name}, {digests}"), &index, "device memory", &on_device, DEVICE, compared)?;
                 }
+                measure(&format!("{name}, all digests"), &index, "pinned memory", &pinned, WALL, Compared::ALL)?;
             }
             measure(name, &index, "host memory", &host, WALL, Compared::PAYLOADS)?;
+            measure(&format!("{name}, all digests"), &index, "host memory", &host, WALL, Compared::ALL)?;
             if has_zstd && rayon::current_num_threads() > 1 {
                 let what = format!("{name}, one thread");
                 one_thread.install(|| measure(&what, &index, "host memory", &host, WALL, Compared::PAYLOADS))?;
@@ -358,8 +360,11 @@ impl Bed<'_> {
             self.compare(memory, codec)?;
         }
         for (name, mode) in modes {
-            rows.push(self.timed(name, "files, opened anew", WALL, || self.open_and_launch(&files.path().join("pair"), mode))?);
-            self.compare(&self.memory, codec)?;
+            for (what, compared) in [(name.to_owned(), Compared::PAYLOADS), (format!("{name}, all digests"), Compared::ALL)] {
+                let path = files.path().join("pair");
+                rows.push(self.timed(&what, "files, opened anew", WALL, || self.open_and_launch(&path, mode, compared))?);
+                self.compare(&self.memory, codec)?;
+            }
         }
         let stored_bytes = pair.index().size() + pair.index().blob_size();
         Ok(OfPair {
@@ -447,14 +452,15 @@ impl Bed<'_> {
 
     /// Seconds to do everything from a path: open the pair, upload its index, and launch. The files are in the page cache, and
     /// payloads are copied in slices.
-    fn open_and_launch(&self, path: &Path, mode: Mode) -> anyhow::Result<f64> {
+    fn open_and_launch(&self, path: &Path, mode: Mode, compared: Compared) -> anyhow::Result<f64> {
         self.restore(&self.memory, mode)?;
         let start = Instant::now();
         let pair = Pair::open(path)?;
         let index = DeviceIndex::upload(self.device, pair.index())?;
         let payloads = Payloads::Host(pair.blob());
         let plan = ApplyPlan::new(&index, &self.bindings(&self.memory, pair.index(), &index, mode)?, mode, payloads)?;
-        Application::prepare(plan.digests(false))?.launch(&self.stream)?.wait()?;
+        let plan = plan.payload_digests(compared.payloads).digests(compared.targets);
+        Application::prepare(plan)?.launch(&self.stream)?.wait()?;
         Ok(start.elapsed().as_secs_f64())
     }
 
