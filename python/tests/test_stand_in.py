@@ -18,7 +18,12 @@ BUILD = ROOT / "kernels" / "emulator" / "build"
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="SKIPPED: needs g++, or the compiler that CXX names")
 @pytest.mark.parametrize(
     "name, least, order",
-    [("test_cuda_slices.py", 20, "early"), ("test_cuda_sync.py", 16, "early"), ("test_cuda_sync.py", 16, "late")],
+    [
+        ("test_cuda_slices.py", 20, "early"),
+        ("test_cuda_encode.py", 14, "early"),
+        ("test_cuda_sync.py", 16, "early"),
+        ("test_cuda_sync.py", 16, "late"),
+    ],
 )
 def test_slices_on_the_stand_in(name: str, least: int, order: str) -> None:
     pytest.importorskip("torch")
