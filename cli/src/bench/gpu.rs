@@ -38,7 +38,7 @@ pub struct Report {
     pub pairs: Vec<OfPair>,
 }
 
-/// Results for one codec.
+/// Results for one codec, or for profile `device`.
 #[derive(Serialize)]
 pub struct OfPair {
     pub codec: String,
@@ -146,11 +146,11 @@ pub fn bench(
     let mut pairs = Vec::new();
     // Not `auto`: it codes some tensors with zstd to save a few bytes, and then not all payloads can stay in device memory.
     let codecs = match options.codec {
-        CodecChoice::Only(codec) => vec![codec],
-        _ => vec![Codec::Conditioned, Codec::Raw, Codec::Zstd],
+        CodecChoice::Auto => vec![Codec::Conditioned.into(), Codec::Raw.into(), Codec::Zstd.into()],
+        codec => vec![codec],
     };
     for codec in codecs {
-        let layout = options.layout.filter(|_| codec == Codec::Zstd);
+        let layout = options.layout.filter(|_| codec == CodecChoice::Only(Codec::Zstd));
         let options = options.clone().codec(codec).layout(layout);
         let start = Instant::now();
         let (pair, report) = Encode::new(target).base(base).options(options.clone()).to_memory()?;
@@ -280,7 +280,7 @@ impl Bed<'_> {
         Ok(rows)
     }
 
-    fn pair(&self, codec: Codec, pair: Pair<Vec<u8>>, encode_seconds: f64) -> anyhow::Result<OfPair> {
+    fn pair(&self, codec: CodecChoice, pair: Pair<Vec<u8>>, encode_seconds: f64) -> anyhow::Result<OfPair> {
         let index = DeviceIndex::upload(self.device, pair.index())?;
         let mut pinned = self.device.pinned(pair.blob().len())?;
         pinned.copy_from_slice(pair.blob());
@@ -368,7 +368,7 @@ impl Bed<'_> {
         }
         let stored_bytes = pair.index().size() + pair.index().blob_size();
         Ok(OfPair {
-            codec: codec.to_string(),
+            codec: codec.name().to_owned(),
             ratio: text::ratio(self.target_bytes, stored_bytes),
             stored_bytes,
             chunks: pair.index().chunk_count(),
@@ -417,7 +417,8 @@ impl Bed<'_> {
     }
 
     /// Compares the output with the target, and gaps between rows with what they were filled with.
-    fn compare(&self, memory: &Memory, codec: Codec) -> anyhow::Result<()> {
+    fn compare(&self, memory: &Memory, codec: CodecChoice) -> anyhow::Result<()> {
+        let codec = codec.name();
         let mut found = self.device.pinned(PIECE)?;
         for (number, info) in self.target.tensors().iter().enumerate() {
             for (offset, size) in pieces(info.bytes()) {

@@ -140,6 +140,7 @@ fn a_device_is_measured() {
     let rows = rows_of("--codec conditioned");
     assert!(rows[..3] == encoded && rows.iter().any(|row| row == "in place, all checked"), "{rows:?}");
     assert_eq!(rows_of("--codec raw")[..3], encoded);
+    assert_eq!(rows_of("--codec device")[..3], encoded);
     assert!(!rows_of("--codec zstd").iter().any(|row| row.starts_with("encode")));
 }
 
