@@ -35,7 +35,7 @@ fn ways(dtype: Dtype) -> Vec<Way> {
 /// Returns tables trained on a chunk, or `None` if no lane changes.
 fn tables_of(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<TableSet> {
     let mut trainer = conditioned::Trainer::default();
-    trainer.add(&conditioned::Sample::gather(dtype, low_bits, base, target));
+    trainer.add(conditioned::Sample::gather(dtype, low_bits, base, target));
     trainer.finish(8 * dtype.lane_bytes() as u32 - low_bits, low_bits != 0, true)
 }
 

@@ -45,7 +45,7 @@ pub(crate) struct TrialResult {
 /// Reads lanes, on the processor or on a device.
 pub(crate) trait Surveyor {
     /// Samples pieces of tensors: as [`train_with`] needs it.
-    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, &Sample)) -> Result<()>;
+    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()>;
 
     /// Estimates payloads, in the order of the trials.
     fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>>;

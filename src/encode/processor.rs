@@ -30,7 +30,7 @@ impl Processor<'_> {
 }
 
 impl Surveyor for Processor<'_> {
-    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, &Sample)) -> Result<()> {
+    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()> {
         in_batches(
             pieces,
             |(plan, ..)| PIECE * plan.width(),
@@ -43,7 +43,7 @@ impl Surveyor for Processor<'_> {
                 })
             },
             |(_, group, _), sample| {
-                add(group, &sample);
+                add(group, sample);
                 Ok(())
             },
         )

@@ -86,7 +86,7 @@ pub(super) fn train(
             |(plan, ..), (from_base, from_zeros)| {
                 for (from_base, sample) in [(true, from_base), (false, from_zeros)] {
                     if let Some(sample) = sample {
-                        add(group_in(plan, from_base), &sample);
+                        add(group_in(plan, from_base), sample);
                     }
                 }
                 Ok(())
@@ -104,7 +104,7 @@ pub(crate) fn train_with(
     options: &EncodeOptions,
     plans: &mut [Plan],
     group_of: &dyn Fn(usize, &Plan) -> Option<Group>,
-    mut sample: impl for<'a, 'p> FnMut(Pieces<'a, 'p>, &mut dyn FnMut(Group, &conditioned::Sample)) -> Result<()>,
+    mut sample: impl for<'a, 'p> FnMut(Pieces<'a, 'p>, &mut dyn FnMut(Group, conditioned::Sample)) -> Result<()>,
 ) -> Result<()> {
     if !options.codec.has_tables() {
         return Ok(());
@@ -132,12 +132,16 @@ pub(crate) fn train_with(
         let sampled = sampled.filter_map(|(plan, group)| Some((plan, group, *strides.get(&group)?)));
         let mut pieces_of_round = sampled.flat_map(|(plan, group, stride)| {
             let number = numbers.entry(group).or_default();
-            let first = *number;
-            *number += pieces(plan);
-            let round = round.clone();
-            // Position of piece `n` in the sampling order of its stride. The order begins at a different piece in each stride.
-            let turn = move |n: u64| (n + conditioned::sample_offset(n / stride, stride)) % stride;
-            (0..pieces(plan)).filter(move |k| round.contains(&turn(first + k))).map(move |k| (plan, group, k))
+            let (first, end) = (*number, *number + pieces(plan));
+            *number = end;
+            let turns = round.start..round.end.min(stride);
+            // Numbers of the pieces that are sampled of a stride. The sampling order begins at a different piece in each stride.
+            let of_stride = move |s: u64| {
+                let offset = conditioned::sample_offset(s, stride);
+                turns.clone().map(move |turn| s * stride + (turn + stride - offset) % stride)
+            };
+            let numbers = (first / stride..end.div_ceil(stride)).flat_map(of_stride);
+            numbers.filter(move |n| (first..end).contains(n)).map(move |n| (plan, group, n - first))
         });
         sample(&mut pieces_of_round, &mut |group, sample| {
             let sampled = groups.entry(group).or_default();

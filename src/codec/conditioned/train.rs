@@ -113,9 +113,13 @@ pub(crate) struct Trainer(BTreeMap<Group, Row>);
 
 impl Trainer {
     /// Adds a sample.
-    pub fn add(&mut self, sample: &Sample) {
-        for (group, row) in &sample.groups {
-            self.0.entry(*group).or_default().add(&row.counts);
+    pub fn add(&mut self, sample: Sample) {
+        if self.0.is_empty() {
+            self.0 = sample.groups;
+            return;
+        }
+        for (group, row) in sample.groups {
+            self.0.entry(group).or_default().add(&row.counts);
         }
     }
 

@@ -6,12 +6,13 @@ use crate::codec::conditioned::{ModelTables, estimated_size, shape, size_of_cost
 use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::HashRange;
-use crate::cuda::runtime::memory::DeviceSlice;
+use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
 use crate::encode::{Plan, Trial, TrialResult, Way, low_bits};
 use crate::error::Result;
 use crate::format::BaseKind;
 use std::collections::HashMap;
 use std::sync::Arc;
+use zerocopy::FromBytes;
 
 /// Lanes per block, for which the kernels keep a level of activity.
 const BLOCK: u64 = 128;
@@ -149,7 +150,8 @@ pub(super) struct Wave<'a> {
 /// Chunks with what the survey found out about them, in device memory.
 struct Surveyed {
     chunks: Vec<EncodeChunk>,
-    found: Vec<EncodeState>,
+    /// The states.
+    found: PinnedBuffer,
     states: DeviceSlice,
     memory: (DeviceSlice, Option<DeviceSlice>),
 }
@@ -190,7 +192,7 @@ impl Surveyed {
             session.launch(session.kernels.choose, scratch.slots, &parameter)?;
             session.launch(session.kernels.count, memory.parts, &parameter)?;
         }
-        let found = session.read::<EncodeState>(&states, chunks.len())?;
+        let [found] = session.read([&states.slice(0, memory.states)?])?;
         Ok(Self { chunks, found, states, memory: (survey, copies) })
     }
 }
@@ -205,7 +207,7 @@ impl<'a> Wave<'a> {
             (Trial { plan, from_base: way.from_base, first, lanes }, way.codec)
         });
         let Surveyed { chunks, found, states, memory } = Surveyed::new(session, source, tables, trials)?;
-        let chunks = jobs.iter().zip(chunks).zip(found).map(|((&job, device), state)| {
+        let chunks = jobs.iter().zip(chunks).zip(states_in(&found)).map(|((&job, device), state)| {
             let mut chunk = Chunk { job, device, state };
             chunk.choose_form();
             chunk
@@ -217,14 +219,19 @@ impl<'a> Wave<'a> {
 /// Estimates payloads, as the encoder of the processor does. `tables` has the sets of all plans.
 pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
     let surveyed = Surveyed::new(session, source, tables, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
-    let result = |((trial, chunk), state): ((&Trial<'_>, &EncodeChunk), &EncodeState)| {
+    let result = |((trial, chunk), state): ((&Trial<'_>, &EncodeChunk), EncodeState)| {
         let choice = (chunk.tables != abi::NO_TABLES).then_some((state.cost, state.coded as usize));
         let size = ((u64::from(chunk.lanes) << chunk.lane_log2) as usize, 1 << chunk.lane_log2);
         let (changed, low_bits) = (state.changed, chunk.low_bits.into());
         let conditioned = estimated_size(changed as usize, choice, low_bits, size, trial.plan.decode_cost);
         TrialResult { changed, conditioned }
     };
-    Ok(trials.iter().zip(&surveyed.chunks).zip(&surveyed.found).map(result).collect())
+    Ok(trials.iter().zip(&surveyed.chunks).zip(states_in(&surveyed.found)).map(result).collect())
+}
+
+/// Reads states from host memory, one at a time: the pages of a list of all would be allocated anew for each wave.
+pub(super) fn states_in(bytes: &[u8]) -> impl Iterator<Item = EncodeState> {
+    bytes.chunks_exact(size_of::<EncodeState>()).filter_map(|state| EncodeState::read_from_bytes(state).ok())
 }
 
 /// The way in which a plan's chunks are coded.

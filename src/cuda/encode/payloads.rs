@@ -1,6 +1,6 @@
 //! Streams and payloads of the chunks of a wave.
 
-use super::chunks::{Chunk, Tables, Wave};
+use super::chunks::{Chunk, Tables, Wave, states_in};
 use super::limits::Limits;
 use super::session::{Drained, Session};
 use crate::codec::conditioned::{size_of_cost, uncoded_bytes};
@@ -208,7 +208,8 @@ fn encode_streams(
     };
     let blocks = if alone { segments.div_ceil(abi::ENCODE_STREAM_THREADS / 32) } else { segments };
     session.launch(session.kernels.streams, blocks, &parameter)?;
-    read_states(session, wave, range)?;
+    let [states] = session.read([&states_of(wave, &range)?])?;
+    set_states(wave, range, &states);
     Ok(memory)
 }
 
@@ -239,19 +240,19 @@ fn gather(session: &Session<'_>, wave: &mut Wave<'_>, range: Range<usize>, outpu
     session.launch(session.kernels.crc, list.len() as u32, &parameter)?;
     let launch = HashLaunch { ranges: parts.address(), nodes: nodes.address(), hashes: hashes.address(), ..HashLaunch::default() };
     session.hash(&plan, &launch)?;
-    read_states(session, wave, range)?;
-    Ok(session.read::<[u8; 32]>(&hashes, list.len())?.iter().filter_map(|hash| hash.first_chunk().copied()).collect())
+    let [states, hashes] = session.read([&states_of(wave, &range)?, &hashes])?;
+    set_states(wave, range, &states);
+    Ok(hashes.as_chunks::<32>().0.iter().filter_map(|hash| hash.first_chunk().copied()).collect())
 }
 
-/// Reads the states of some chunks.
-fn read_states(session: &Session<'_>, wave: &mut Wave<'_>, range: Range<usize>) -> Result<()> {
+/// The states of some chunks on the device.
+fn states_of(wave: &Wave<'_>, range: &Range<usize>) -> Result<DeviceSlice> {
     let size = size_of::<EncodeState>();
-    let states = wave.states.slice((range.start * size) as u64, (range.len() * size) as u64)?;
-    let found = session.read(&states, range.len())?;
-    for (chunk, state) in wave.chunks[range].iter_mut().zip(found) {
-        chunk.state = state;
-    }
-    Ok(())
+    wave.states.slice((range.start * size) as u64, (range.len() * size) as u64)
+}
+
+fn set_states(wave: &mut Wave<'_>, range: Range<usize>, states: &[u8]) {
+    wave.chunks[range].iter_mut().zip(states_in(states)).for_each(|(chunk, state)| chunk.state = state);
 }
 
 fn record(chunk: &Chunk<'_>) -> ChunkMetadata {

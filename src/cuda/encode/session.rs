@@ -11,10 +11,10 @@ use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::EncodeKernels;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::stream::Stream;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
-use zerocopy::{FromZeros, Immutable, IntoBytes};
+use zerocopy::{Immutable, IntoBytes};
 
 /// A stream of the encoder. The host waits for its work before memory is freed or returned to the caller, also after an error.
 pub(super) struct Session<'a> {
@@ -228,23 +228,28 @@ impl<'a> Session<'a> {
         unsafe { copies::fill(self.cx, memory.address(), 0, memory.bytes() as usize / 4, self.raw()) }
     }
 
-    /// Copies from the beginning of device memory, and waits for all queued work.
-    pub fn read<T: Clone + FromZeros + zerocopy::FromBytes + Immutable + zerocopy::KnownLayout>(
-        &self,
-        from: &DeviceSlice,
-        count: usize,
-    ) -> Result<Vec<T>> {
-        let mut pinned = self.pinned((count * size_of::<T>()) as u64)?;
-        self.read_into(from, &mut pinned)?;
-        Ok(pinned.chunks_exact(size_of::<T>()).filter_map(|bytes| T::read_from_bytes(bytes).ok()).collect())
+    /// Copies whole memories, waits for all queued work, and returns the copies.
+    pub fn read<const N: usize>(&self, from: [&DeviceSlice; N]) -> Result<[PinnedBuffer; N]> {
+        let mut copies = Vec::with_capacity(N);
+        for from in from {
+            copies.push(self.pinned(from.bytes())?);
+        }
+        let queued = from.into_iter().zip(&mut copies).try_for_each(|(from, to)| self.queue_read(from, to));
+        self.wait().and(queued)?;
+        copies.try_into().map_err(|_| Error::InvalidArgument("copies without memory".into()))
     }
 
-    /// [`Session::read`], into pinned memory.
+    /// Copies from the beginning of device memory, and waits for all queued work.
     pub fn read_into(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
+        let queued = self.queue_read(from, to);
+        self.wait().and(queued)
+    }
+
+    /// Queues a copy from the beginning of device memory. The caller waits for it, also after an error.
+    fn queue_read(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
         let from = from.slice(0, to.len() as u64)?;
         // SAFETY: both have this size, and nobody uses the pinned memory before the wait, also after an error.
-        let queued = unsafe { copies::copy_out(self.cx, to.as_mut_ptr(), from.address(), to.len(), self.raw()) };
-        self.wait().and(queued)
+        unsafe { copies::copy_out(self.cx, to.as_mut_ptr(), from.address(), to.len(), self.raw()) }
     }
 
     /// Waits for all queued work.

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 /// Maximum number of pieces per launch.
 const PIECES: usize = 2048;
 /// Number of rows that are copied to the host with their number.
-const ROWS: usize = 384;
+const ROWS: usize = 512;
 
 /// Sets tables and way of every plan, as the encoder of the processor does.
 pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
@@ -36,7 +36,7 @@ struct OnDevice<'a> {
 }
 
 impl Surveyor for OnDevice<'_> {
-    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, &Sample)) -> Result<()> {
+    fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()> {
         let Self { session, source, job } = *self;
         // The pieces of each group that are sampled next, and the size of their memory.
         let mut groups = BTreeMap::<Group, (Vec<Trial<'_>>, u64)>::new();
@@ -45,7 +45,7 @@ impl Surveyor for OnDevice<'_> {
             let (pieces, memory) = groups.entry(group).or_default();
             let more = memory_of(source, plan, first, PIECE);
             if pieces.len() == PIECES || (*memory + more > job.limits.wave && !pieces.is_empty()) {
-                add(group, &sample(session, source, group, pieces, job.watcher)?);
+                add(group, sample(session, source, group, pieces, job.watcher)?);
                 pieces.clear();
                 *memory = 0;
             }
@@ -53,7 +53,7 @@ impl Surveyor for OnDevice<'_> {
             *memory += more;
         }
         for (group, (pieces, _)) in groups {
-            add(group, &sample(session, source, group, &pieces, job.watcher)?);
+            add(group, sample(session, source, group, &pieces, job.watcher)?);
         }
         Ok(())
     }
@@ -122,16 +122,19 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[Trial<'_>
     session.launch(session.kernels.groups, abi::ENCODE_GROUPS.div_ceil(warps), &parameter)?;
 
     // Most samples have fewer rows, which one copy then returns.
-    let likely = session.read::<u64>(&found, 1 + ROWS * row as usize)?;
-    let head = likely.first().copied().unwrap_or(0);
+    let bytes_of = |count: usize| 8 * (1 + count * row as usize);
+    let [mut read] = session.read([&found.slice(0, bytes_of(ROWS) as u64)?])?;
+    let head = read.first_chunk().map_or(0, |head| u64::from_le_bytes(*head));
     let (count, changed) = (head as u32 as usize, head >> 32);
-    let read = if count > ROWS { session.read::<u64>(&found, 1 + count * row as usize)? } else { likely };
-    let rows = read.get(1..1 + count * row as usize).unwrap_or_default();
-    let groups = rows.chunks_exact(row as usize).map(|row| {
-        let (number, counts) = (row[0] as u32, &row[1..]);
-        let used = counts.iter().rposition(|&n| n != 0).map_or(1, |last| last + 1);
+    if count > ROWS {
+        [read] = session.read([&found.slice(0, bytes_of(count) as u64)?])?;
+    }
+    let words = read.get(8..bytes_of(count)).unwrap_or_default().as_chunks().0;
+    let groups = words.chunks_exact(row as usize).map(|row| {
+        let (number, counts) = (u64::from_le_bytes(row[0]) as u32, &row[1..]);
+        let used = counts.iter().rposition(|n| *n != [0; 8]).map_or(1, |last| last + 1);
         // Counts saturate, as those of the processor do.
-        let counts = counts[..used].iter().map(|&n| u32::try_from(n).unwrap_or(u32::MAX)).collect();
+        let counts = counts[..used].iter().map(|n| u32::try_from(u64::from_le_bytes(*n)).unwrap_or(u32::MAX)).collect();
         ((number / abi::ENCODE_MAGNITUDES) as u8, (number % abi::ENCODE_MAGNITUDES) as u16, counts)
     });
     Ok(Sample::from_counts(changed, groups))

@@ -41,7 +41,7 @@ fn count_changed(dtype: Dtype, base: &[u8], target: &[u8]) -> u32 {
 /// Returns tables trained on these lanes.
 fn trained(dtype: Dtype, low_bits: u32, base: &[u8], target: &[u8]) -> Option<TableSet> {
     let mut trainer = Trainer::default();
-    trainer.add(&Sample::gather(dtype, low_bits, base, target));
+    trainer.add(Sample::gather(dtype, low_bits, base, target));
     trainer.finish(8 * dtype.lane_bytes() as u32 - low_bits, low_bits != 0, true)
 }
 

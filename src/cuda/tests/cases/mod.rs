@@ -78,7 +78,7 @@ impl Case {
     /// Returns the chunk as the encoder stores it. For codec `conditioned` the tables are made for the chunk.
     pub fn encoded(codec: Codec, dtype: Dtype, low_bits: u32, base: Vec<u8>, target: &[u8]) -> Self {
         let mut trainer = Trainer::default();
-        trainer.add(&Sample::gather(dtype, low_bits, &base, target));
+        trainer.add(Sample::gather(dtype, low_bits, &base, target));
         let set = trainer.finish(8 * dtype.lane_bytes() as u32 - low_bits, low_bits != 0, true);
         let set = set.filter(|_| codec == Codec::Conditioned);
         let coding = match codec {
