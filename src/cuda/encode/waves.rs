@@ -11,8 +11,14 @@ use super::session::{Drained, Memory, Session};
 use super::source::Source;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::error::{Error, Result};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::sync_channel;
 use std::thread;
+
+/// Number of payloads that a thread makes before those before are copied. Dense waves have several, of up to [`Limits::payloads`]
+/// bytes each.
+///
+/// [`Limits::payloads`]: super::limits::Limits::payloads
+const AHEAD: usize = 4;
 
 /// All waves of a pair.
 pub(super) struct Waves<'s, 'a> {
@@ -39,12 +45,38 @@ impl Waves<'_, '_> {
     pub fn encode<W: Blob>(&self, session: &Session<'_>, mut memories: Vec<Memory>, assembly: &mut Assembly<'_, W>) -> Result<()> {
         let workers = self.waves.len().clamp(1, memories.len().max(1));
         let unused = memories.split_off(workers.min(memories.len()));
+        let used = if workers == 1 {
+            // Starting a thread takes longer than it would save.
+            let memory = memories.pop().unwrap_or_default();
+            self.work(0, 1, memory, &mut |payloads| Ok(assembly.add(session, &payloads)?)).map(|memory| vec![memory])
+        } else {
+            self.encode_in_threads(session, memories, assembly)
+        };
+        // Without an error of its own, the caller's thread ended because another one did, whose error is returned.
+        let used = used.map_err(|Ended(error)| error.unwrap_or(Error::Cancelled))?;
+        if let Some(encoder) = self.job.encoder {
+            for mut memory in used.into_iter().chain(unused) {
+                memory.blob_bytes = assembly.blob_bytes();
+                encoder.give_back(session.device, memory);
+            }
+        }
+        Ok(())
+    }
+
+    /// [`Waves::encode`], with a thread per memory. Returns the memories.
+    fn encode_in_threads<W: Blob>(
+        &self,
+        session: &Session<'_>,
+        memories: Vec<Memory>,
+        assembly: &mut Assembly<'_, W>,
+    ) -> Result<Vec<Memory>, Ended> {
+        let workers = memories.len();
         let (added, ended) = thread::scope(|scope| {
             let (mut threads, mut receivers) = (Vec::new(), Vec::new());
             for (worker, memory) in memories.into_iter().enumerate() {
-                // Some payloads wait while the next ones are made.
-                let (sender, receiver) = sync_channel(1);
-                threads.push(scope.spawn(move || self.work(worker, workers, memory, &sender)));
+                let (sender, receiver) = sync_channel(AHEAD);
+                let mut sink = move |payloads| sender.send(payloads).map_err(|_| Ended(None));
+                threads.push(scope.spawn(move || self.work(worker, workers, memory, &mut sink)));
                 receivers.push(receiver);
             }
             let added = self.waves.iter().zip(receivers.iter().cycle()).try_for_each(|(wave, receiver)| {
@@ -64,36 +96,34 @@ impl Waves<'_, '_> {
         });
         // The error that came first is the one of the caller's thread, or else of a thread that has one.
         if let Err(Ended(Some(error))) = added {
-            return Err(error);
+            return Err(Ended(Some(error)));
         }
         let mut memories = Vec::new();
         for ended in ended {
             match ended {
                 Ok(memory) => memories.push(memory),
-                Err(Ended(Some(error))) => return Err(error),
+                Err(Ended(Some(error))) => return Err(Ended(Some(error))),
                 Err(Ended(None)) => {}
             }
         }
-        if let Some(encoder) = self.job.encoder {
-            for mut memory in memories.into_iter().chain(unused) {
-                memory.blob_bytes = assembly.blob_bytes();
-                encoder.give_back(session.device, memory);
-            }
-        }
-        added.map_err(|_| Error::Cancelled)
+        added.map(|()| memories)
     }
 
     /// Encodes every `workers`th wave, from wave `worker` on, and returns the memory.
-    fn work(&self, worker: usize, workers: usize, memory: Memory, sender: &SyncSender<Payloads>) -> Result<Memory, Ended> {
+    fn work(
+        &self,
+        worker: usize,
+        workers: usize,
+        memory: Memory,
+        sink: &mut dyn FnMut(Payloads) -> Result<(), Ended>,
+    ) -> Result<Memory, Ended> {
         let device = &self.job.target.device().inner;
         let cx = device.context.enter()?;
         let session = Session::new(self.job.target, &cx, self.after, self.job.limits, memory)?;
         let _drained = Drained(&session);
         for jobs in self.waves.iter().skip(worker).step_by(workers) {
             let mut wave = Wave::new(&session, self.source, self.tables, jobs)?;
-            payloads::write(&session, self.tables, self.job.limits, &mut wave, &mut |payloads| {
-                sender.send(payloads).map_err(|_| Ended(None))
-            })?;
+            payloads::write(&session, self.tables, self.job.limits, &mut wave, sink)?;
         }
         Ok(session.take_memory()?)
     }
