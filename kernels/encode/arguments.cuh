@@ -152,4 +152,4 @@ TPDE_SIZE(Encode, 72);
 #define TPDE_ENCODE_MAGNITUDES 517        // number of mean magnitudes that groups of contexts can have
 #define TPDE_ENCODE_GROUPS 16544          // 32 rates of change, with TPDE_ENCODE_MAGNITUDES each
 #define TPDE_ENCODE_ROWS 1024             // contexts of all levels
-#define TPDE_ENCODE_CHOOSE_SCRATCH 339968 // see ChooseScratch
+#define TPDE_ENCODE_CHOOSE_SCRATCH 225280 // see ChooseScratch

@@ -46,12 +46,14 @@ struct Tail {
 
 // Scratch memory of a block, after the counts. Only entries of contexts that occur are set.
 struct ChooseScratch {
-    // By row and class - 1: cost of the counts. The last column is the number of extra bits.
-    u64 costs[ROWS][16];
+    union {
+        // By row and class - 1: cost of the counts. The last column is the number of extra bits.
+        u64 costs[ROWS][16];
+        Tail tails[VARIANTS][CONTEXTS]; // of all contexts from it on, once the fits are known
+    };
     u32 values[ROWS], others[ROWS]; // number of counts, and of those of other tokens than 0
     Fit own[GROUPS][CONTEXTS];      // of a context
     Fit shared[GROUPS][CONTEXTS];   // of all contexts up to it
-    Tail tails[VARIANTS][CONTEXTS]; // of all contexts from it on
 };
 static_assert(sizeof(ChooseScratch) == TPDE_ENCODE_CHOOSE_SCRATCH, "TPDE_ENCODE_CHOOSE_SCRATCH");
 
@@ -118,7 +120,7 @@ __device__ __forceinline__ void sum_rows(const EncodeTables& tables, const Stats
     __syncthreads();
 }
 
-// A warp: the fits and tails of a group.
+// A warp: the fits of a group.
 __device__ __forceinline__ void fit_group(const EncodeChunk& chunk, const EncodeTables& tables, ChooseScratch& scratch,
                                           ChooseShared& shared, u32 group) {
     // Half of the warp has a context, the other half all contexts up to it. A thread per class; the last has other costs.
@@ -176,18 +178,18 @@ __device__ __forceinline__ void fit_group(const EncodeChunk& chunk, const Encode
         atomicMax(&shared.last[option], last);
         atomicMax(&shared.seen[option], seen);
     }
-    __syncwarp();
-    if (thread < 2) {
-        bool holes = thread;
-        Tail after = {};
-        for (u32 context = shared.end; context-- > shared.begin;) {
-            Fit own = scratch.own[group][context];
-            u64 coded = own.cost_between(holes) + after.cost, uncoded = own.uncoded + after.uncoded;
-            bool is_coded = coded < uncoded;
-            after = {is_coded ? coded : uncoded, uncoded, own.coded + after.all,
-                     is_coded ? max(after.end, context + 1) : 0, 0};
-            scratch.tails[2 * group + holes][context] = after;
-        }
+}
+
+// A thread per variant: the tails of a group. They overwrite the costs of the rows.
+__device__ __forceinline__ void add_tails(ChooseScratch& scratch, const ChooseShared& shared, u32 group, bool holes) {
+    Tail after = {};
+    for (u32 context = shared.end; context-- > shared.begin;) {
+        Fit own = scratch.own[group][context];
+        u64 coded = own.cost_between(holes) + after.cost, uncoded = own.uncoded + after.uncoded;
+        bool is_coded = coded < uncoded;
+        after = {is_coded ? coded : uncoded, uncoded, own.coded + after.all, is_coded ? max(after.end, context + 1) : 0,
+                 0};
+        scratch.tails[2 * group + holes][context] = after;
     }
 }
 
@@ -220,6 +222,7 @@ __device__ __forceinline__ Fits fit_contexts(const EncodeChunk& chunk, const Enc
     __syncthreads();
     if (warp < GROUPS) fit_group(chunk, tables, scratch, shared, warp);
     __syncthreads();
+    if (warp < GROUPS && threadIdx.x % WARP < 2) add_tails(scratch, shared, warp, threadIdx.x % WARP);
     if (threadIdx.x < OPTIONS && shared.lowest[threadIdx.x] == CONTEXTS) shared.lowest[threadIdx.x] = 0;
     __syncthreads();
     return {scratch, shared.begin, shared.end};

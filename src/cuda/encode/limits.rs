@@ -44,9 +44,9 @@ impl Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            lanes: 3 << 27,
-            wave: 56 << 20,
-            scratch: 144 << 20,
+            lanes: 268 << 20,
+            wave: 44 << 20,
+            scratch: 156 << 20,
             memory: 240 << 20,
             payloads: 32 << 20,
             room: 320,
