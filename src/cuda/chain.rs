@@ -152,17 +152,23 @@ impl<'a> ApplyChain<'a> {
     }
 
     /// Does all steps of all groups. The last step `writes` the slices, or changes scratch memory as the others do. An error comes
-    /// with the number of groups that may have been written.
+    /// with the number of groups that may have been written. Also after an error, no work is still running.
     fn pass(&self, groups: &[Group<'_>], stream: &Stream, writes: bool) -> Result<(), (usize, Error)> {
         let mut in_flight = VecDeque::new();
         let wait = |queued: Vec<Queued>| queued.into_iter().try_for_each(|(number, one)| one.wait().map_err(|e| step(number, e)));
-        for (n, group) in groups.iter().enumerate() {
-            if in_flight.len() == GROUPS_IN_FLIGHT {
-                in_flight.pop_front().map_or(Ok(()), wait).map_err(|error| (n, error))?;
+        let mut pass = || {
+            for (n, group) in groups.iter().enumerate() {
+                if in_flight.len() == GROUPS_IN_FLIGHT {
+                    in_flight.pop_front().map_or(Ok(()), wait).map_err(|error| (n, error))?;
+                }
+                in_flight.push_back(self.queue(group, stream, writes).map_err(|error| (n + 1, error))?);
             }
-            in_flight.push_back(self.queue(group, stream, writes).map_err(|error| (n + 1, error))?);
-        }
-        in_flight.into_iter().try_for_each(wait).map_err(|error| (groups.len(), error))
+            in_flight.drain(..).try_for_each(wait).map_err(|error| (groups.len(), error))
+        };
+        pass().inspect_err(|_| {
+            // Steps of later groups, and those before a step that was not queued, may use the memory of the caller.
+            _ = stream.record().and_then(|end| end.wait());
+        })
     }
 
     /// Queues all steps of a group.

@@ -2,6 +2,7 @@
 
 use super::super::{Application, ApplyChain, ApplyPlan, ChainStep, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};
 use super::generated::{Random, lanes};
+use super::is_idle;
 use super::laid::{Route, payloads, read, written};
 use super::stand_in;
 use crate::apply::InPlace;
@@ -149,9 +150,9 @@ fn a_fault_of_any_step_leaves_all_slices_untouched() {
     let fails = |blobs: &[Vec<u8>], order: &[usize], image: &[u8], number: usize, rule: Rule| {
         let steps: Vec<_> = order.iter().map(|&n| ChainStep::new(&indexes[n], Payloads::Host(&blobs[n]))).collect();
         for scratch in [1 << 30, 1] {
-            let memory = written(device, image);
-            let error =
-                ApplyChain::new(&steps, &slices(&memory)).scratch_bytes(scratch).run(&device.stream().unwrap()).unwrap_err();
+            let (memory, stream) = (written(device, image), device.stream().unwrap());
+            let error = ApplyChain::new(&steps, &slices(&memory)).scratch_bytes(scratch).run(&stream).unwrap_err();
+            assert!(is_idle(&stream), "steps of later groups still run");
             let Error::Step { number: found, source, .. } = &error else { panic!("{error}") };
             assert_eq!((*found, source.rule()), (number, Some(rule)), "{error}");
             assert!(read(device, &memory) == image, "{error}");

@@ -29,7 +29,8 @@ mod slices;
 mod stand_in;
 mod vectors;
 
-use super::Device;
+use super::runtime::calls;
+use super::{Device, Stream};
 use crate::Error;
 use std::sync::OnceLock;
 
@@ -37,6 +38,13 @@ use std::sync::OnceLock;
 fn device() -> &'static Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     DEVICE.get_or_init(|| Device::open(0).unwrap_or_else(|e| panic!("this test needs a CUDA device: {e}")))
+}
+
+/// Returns whether a stream has no unfinished work.
+fn is_idle(stream: &Stream) -> bool {
+    let _cx = stream.device().context.enter().unwrap();
+    // SAFETY: the stream is alive.
+    unsafe { calls::cuStreamQuery(stream.raw()) == calls::Code::SUCCESS }
 }
 
 #[test]
