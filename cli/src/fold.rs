@@ -69,7 +69,7 @@ impl Fold {
     ) -> Result<Written> {
         use tpde::cuda::{self, DeviceCheckpoint, Rebuild};
         let options = self.made.options();
-        cuda::Encode::check_options(&options)?;
+        cuda::Encode::check_fold(chain, &options, &self.made.output, self.made.force)?;
         let size = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum::<u64>();
         let steps = opened.pairs.iter().map(|pair| pair.index().tensor_bytes().1).sum::<u64>();
         self.made.timed(size(chain.base()) + steps + size(chain), "fold", common, |bar| {

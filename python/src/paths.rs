@@ -216,9 +216,8 @@ fn fold_on(
     path: &Path,
     steering: &Steering,
 ) -> Result<EncodeReport> {
-    cuda::Encode::check_options(&options)?;
-    let base = cuda::DeviceCheckpoint::upload(device, chain.base())?;
-    tpde::Watch::done(steering, bytes_of(chain.base()))?;
+    cuda::Encode::check_fold(chain, &options, path, replace)?;
+    let base = cuda::DeviceCheckpoint::upload_watched(device, chain.base(), steering)?;
     let last = cuda::Rebuild::new(chain, &base).watch(steering).run()?;
     cuda::Encode::fold(chain, &base, &last).options(options).overwrite(replace).watch(steering).to_path(path)
 }

@@ -227,12 +227,11 @@ class TestFold:
             tpde.fold(chain.pairs, tmp_path / "out", base=base, device="tpu")
         with pytest.raises(tpde.DeviceUnavailable):
             tpde.fold(chain.pairs, tmp_path / "out", base=base, device="cuda:99")
+        pairs = [chain.damaged(1, tmp_path) if n == 1 else pair for n, pair in enumerate(chain.pairs)]
+        # Outputs are checked before a pair is applied.
+        with pytest.raises(tpde.AlreadyExists):
+            tpde.fold(pairs, tmp_path / "first", base=base, device="cuda")
         with pytest.raises(tpde.Step) as caught:
-            tpde.fold(
-                [chain.damaged(1, tmp_path) if n == 1 else pair for n, pair in enumerate(chain.pairs)],
-                tmp_path / "out",
-                base=base,
-                device="cuda",
-            )
+            tpde.fold(pairs, tmp_path / "out", base=base, device="cuda")
         assert caught.value.number == 2 and isinstance(caught.value.__cause__, tpde.Invalid)
         assert not list(tmp_path.glob("out*"))

@@ -9,6 +9,8 @@ use crate::digest::{PieceHasher, short};
 use crate::error::{Error, Escaped, Result, Rule, hex};
 use crate::format::DIGEST_SIZE;
 use crate::index::Tensor;
+#[cfg(feature = "cuda")]
+use crate::index::ValidatedIndex;
 use crate::reader::Pair;
 use crate::rectangle::{Rectangle, Runs};
 use crate::source::Source;
@@ -264,6 +266,20 @@ impl<'a, B: Source> Chain<'a, B> {
             hasher.update(piece);
         }
         Ok(short(&blake3::Hash::from_bytes(hasher.finish())))
+    }
+
+    /// Compares the target digests in the index of a fold with those of the last pair: those of tensors and parts that both have.
+    /// Unlike [`Checkpoint::check_digests`], reads nothing.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn check_index(&self, index: &ValidatedIndex) -> Result<()> {
+        let Some(last) = self.steps.len().checked_sub(1) else { return Ok(()) };
+        for tensor in index.tensors() {
+            let Some(tensor_index) = self.find(tensor.name) else { continue };
+            if let Some(entry) = self.steps[last].entry_of(tensor_index, tensor.runs().as_ref()) {
+                self.check_target(last, entry, tensor.target_digest())?;
+            }
+        }
+        Ok(())
     }
 
     /// Compares the digest of an entry of the last step.

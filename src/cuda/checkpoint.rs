@@ -10,6 +10,7 @@ use crate::error::{Error, Escaped, PartNotHeld, Result};
 use crate::lane::Dtype;
 use crate::rectangle::Rectangle;
 use crate::slice::{HeldSlices, NewSlice};
+use crate::watch::Watch;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -93,11 +94,11 @@ impl DeviceCheckpoint {
         Self::upload_watched(device, checkpoint, &|_| {})
     }
 
-    /// [`DeviceCheckpoint::upload`], which reports bytes that were read.
+    /// [`DeviceCheckpoint::upload`] with a watcher, which is told of bytes that were read.
     ///
     /// # Errors
-    /// The errors of [`DeviceCheckpoint::upload`].
-    pub fn upload_watched(device: &Device, checkpoint: &dyn Checkpoint, progress: &(dyn Fn(u64) + Sync)) -> Result<Self> {
+    /// The errors of [`DeviceCheckpoint::upload`], and any error of the watcher.
+    pub fn upload_watched(device: &Device, checkpoint: &dyn Checkpoint, watch: &dyn Watch) -> Result<Self> {
         let infos = checkpoint.tensors();
         let mut starts = Vec::with_capacity(infos.len());
         let mut end = 0u64;
@@ -139,8 +140,7 @@ impl DeviceCheckpoint {
             }
             pieces.into_par_iter().try_for_each(|(tensor_index, offset, piece)| {
                 checkpoint.read(tensor_index, offset, piece)?;
-                progress(piece.len() as u64);
-                Ok::<_, Error>(())
+                watch.done(piece.len() as u64)
             })?;
             stream.copy_in(&memory.slice(start, bytes)?, slot)?;
             *copied = Some(stream.record()?);

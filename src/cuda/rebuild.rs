@@ -7,6 +7,7 @@ use super::index::DeviceIndex;
 use super::plan::ApplyPlan;
 use super::plan::payloads::{Mode, Payloads};
 use super::runtime::device::Device;
+use super::runtime::driver;
 use super::runtime::stream::Stream;
 use super::slices::TensorSlice;
 use crate::apply::InPlace;
@@ -83,9 +84,14 @@ impl<'a, B: Source> Rebuild<'a, B> {
     /// - [`Error::Device`] if the driver fails, or if there is too little memory.
     /// - Any error of the watcher.
     pub fn run(&self) -> Result<DeviceCheckpoint> {
-        let stream = self.base.device().stream()?;
+        self.run_on(&self.base.device().stream()?)
+    }
+
+    /// [`Rebuild::run`] on a stream. No work of the stream is still running when this returns or panics.
+    pub(super) fn run_on(&self, stream: &Stream) -> Result<DeviceCheckpoint> {
+        let _drained = Drained(stream);
         let mut in_flight = VecDeque::new();
-        let rebuilt = self.rebuild(&stream, &mut in_flight);
+        let rebuilt = self.rebuild(stream, &mut in_flight);
         // A step that was queued before the one with an error may have caused it.
         self.wait(&mut in_flight, 0).and(rebuilt)
     }
@@ -139,6 +145,18 @@ impl<'a, B: Source> Rebuild<'a, B> {
                 self.chain.at_step(step, error)
             }
             _ => error,
+        }
+    }
+}
+
+/// Guard while steps are queued: waits on the host for all work of the stream. The base may be memory of the caller, who may free it
+/// after a panic of the watcher.
+struct Drained<'a>(&'a Stream);
+
+impl Drop for Drained<'_> {
+    fn drop(&mut self) {
+        if let Ok(cx) = self.0.device().context.enter() {
+            driver::drain(&cx, self.0.raw());
         }
     }
 }

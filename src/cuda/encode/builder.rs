@@ -12,9 +12,10 @@ use crate::checkpoint::Checkpoint;
 use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::stream::Stream;
-use crate::encode::{ChainNames, EncodeOptions, EncodeReport};
+use crate::encode::{ChainNames, EncodeOptions, EncodeReport, check_options};
 use crate::error::Result;
 use crate::format::DIGEST_SIZE;
+use crate::index::ValidatedIndex;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::safetensors::{check_composable, file_specs};
@@ -23,6 +24,9 @@ use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
 use std::path::{Path, PathBuf};
 use std::thread::Scope;
+
+/// Compares the digests in a new index.
+type CheckDigests<'a> = Box<dyn Fn(&ValidatedIndex) -> Result<()> + Send + Sync + 'a>;
 
 /// Encodes a target checkpoint in device memory as a pair: its difference from a base in device memory.
 ///
@@ -62,6 +66,8 @@ pub struct Encode<'a> {
     target_digests: Known,
     after: Option<&'a Stream>,
     read_from: Option<(&'a dyn Checkpoint, Option<&'a dyn Checkpoint>)>,
+    /// Compares the digests of a fold with those of the chain.
+    check_digests: Option<CheckDigests<'a>>,
     inputs: Vec<PathBuf>,
     overwrite: bool,
     encoder: Option<&'a Encoder>,
@@ -81,6 +87,7 @@ impl<'a> Encode<'a> {
             target_digests: Default::default(),
             after: None,
             read_from: None,
+            check_digests: None,
             inputs: Vec::new(),
             overwrite: false,
             encoder: None,
@@ -93,10 +100,13 @@ impl<'a> Encode<'a> {
     /// the chain's base, and [`Rebuild`](crate::cuda::Rebuild) makes `last`. The pair describes the files of the last version, and
     /// nothing is published if it overlaps files of the chain, or if they have changed.
     ///
-    /// With the same options the pair has the bytes of the processor's fold. [`Chain::renamed`] says which tensors are paired.
+    /// With the same options the pair has the bytes of the processor's fold. [`Chain::renamed`] says which tensors are paired. Tensors
+    /// and parts of `last` that do not have the digests of the last pair are [`Error::Step`](crate::Error::Step).
     pub fn fold<B: Source>(chain: &'a Chain<'a, B>, base: &'a DeviceCheckpoint, last: &'a DeviceCheckpoint) -> Self {
         let of_chain = ChainNames { renamed: chain.renamed(), cuts: chain.cuts() };
-        Self { base: Some(base), of_chain, read_from: Some((chain, Some(chain.base()))), ..Self::new(last) }
+        let check_digests: CheckDigests<'a> = Box::new(|index| chain.check_index(index));
+        let (read_from, check_digests) = (Some((chain as _, Some(chain.base()))), Some(check_digests));
+        Self { base: Some(base), of_chain, read_from, check_digests, ..Self::new(last) }
     }
 
     /// Checks that a device can encode with these options, before checkpoints are copied to it.
@@ -105,6 +115,24 @@ impl<'a> Encode<'a> {
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if a tensor may get codec `zstd`.
     pub fn check_options(options: &EncodeOptions) -> Result<()> {
         check_codec(options)
+    }
+
+    /// Checks the options and the outputs of a fold, before the base is copied to a device: all that [`Encode::to_path`] would refuse
+    /// before it encodes.
+    ///
+    /// # Errors
+    /// Those of [`Encode::check_options`] and of [`Encode::to_path`].
+    pub fn check_fold<B: Source>(
+        chain: &Chain<'_, B>,
+        options: &EncodeOptions,
+        path: impl AsRef<Path>,
+        overwrite: bool,
+    ) -> Result<()> {
+        check_codec(options)?;
+        let of_chain = ChainNames { renamed: chain.renamed(), cuts: chain.cuts() };
+        check_options(Some(chain.base()), chain, &of_chain.add_to(options))?;
+        // Files that are not published leave nothing.
+        NewPair::create(path.as_ref(), &chain.paths(), overwrite).map(drop)
     }
 
     /// Sets the base, which is on the same device.
@@ -188,7 +216,7 @@ impl<'a> Encode<'a> {
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
         let (finished, report) = encode(&self.job(&self.effective_options()), files, builder)?;
-        self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
+        self.check_read(&finished.index)?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
@@ -200,7 +228,7 @@ impl<'a> Encode<'a> {
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         let builder = PairBuilder::new(Vec::new(), "memory".into(), self.options.form())?;
         let (finished, report) = encode(&self.job(&self.effective_options()), self.files()?, builder)?;
-        self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
+        self.check_read(&finished.index)?;
         Ok((finished.into_pair()?, report))
     }
 
@@ -213,6 +241,7 @@ impl<'a> Encode<'a> {
         let blob = PinnedBlob::new(&self.target.device().inner);
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
         let (finished, report) = encode(&self.job(&self.effective_options()), Vec::new(), builder)?;
+        self.check_digests.as_ref().map_or(Ok(()), |check| check(&finished.index))?;
         Ok((Pair::new(finished.index, finished.blob.finish(&finished.blob_header)?)?, report))
     }
 
@@ -257,6 +286,12 @@ impl<'a> Encode<'a> {
     /// The checkpoints that were copied to the device.
     fn checkpoints(&self) -> impl Iterator<Item = &'a dyn Checkpoint> {
         self.read_from.into_iter().flat_map(|(target, base)| [Some(target), base].into_iter().flatten())
+    }
+
+    /// Checks that the checkpoints that were copied have not changed, and that a fold has the digests of its chain.
+    fn check_read(&self, index: &ValidatedIndex) -> Result<()> {
+        self.checkpoints().try_for_each(|checkpoint| checkpoint.check_unchanged())?;
+        self.check_digests.as_ref().map_or(Ok(()), |check| check(index))
     }
 
     /// The files of the target.

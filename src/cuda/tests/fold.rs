@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
-type InMemory = Pair<Vec<u8>>;
+pub type InMemory = Pair<Vec<u8>>;
 
 fn tensor(random: &mut Random, name: &str, dtype: Dtype, shape: &[u64]) -> Owned {
     let count = dtype.lanes(shape).unwrap() as usize;
@@ -218,14 +218,14 @@ fn derived_bases() {
 }
 
 /// Versions of two tensors, their pairs, and the folder for what is folded.
-struct Place {
-    versions: Vec<Vec<Owned>>,
-    pairs: Vec<InMemory>,
-    folder: tempfile::TempDir,
+pub struct Place {
+    pub versions: Vec<Vec<Owned>>,
+    pub pairs: Vec<InMemory>,
+    pub folder: tempfile::TempDir,
 }
 
 impl Place {
-    fn new(count: usize) -> Self {
+    pub fn new(count: usize) -> Self {
         let random = &mut Random(77);
         let mut versions = vec![vec![tensor(random, "a", Dtype::Bf16, &[5000]), tensor(random, "b", Dtype::Bf16, &[300])]];
         let options = EncodeOptions { codec: Codec::Raw.into(), chunk_lanes: 1 << 12, ..EncodeOptions::default() };
@@ -239,7 +239,7 @@ impl Place {
         Self { versions, pairs, folder: tempfile::tempdir().unwrap() }
     }
 
-    fn published(&self) -> Vec<PathBuf> {
+    pub fn published(&self) -> Vec<PathBuf> {
         std::fs::read_dir(self.folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect()
     }
 
@@ -352,9 +352,9 @@ fn parts_with_rows_at_two_distances() {
     assert!(matches!(**source, Error::InvalidArgument(_)) && error.to_string().contains("two distances"), "{error}");
 }
 
-struct Stop {
-    after: u64,
-    calls: AtomicU64,
+pub struct Stop {
+    pub after: u64,
+    pub calls: AtomicU64,
 }
 
 impl Watch for Stop {

@@ -17,6 +17,7 @@ mod encode_memory;
 mod encode_slices;
 mod encode_started;
 mod fold;
+mod fold_refused;
 mod frames;
 mod generated;
 mod given;
