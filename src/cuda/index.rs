@@ -7,6 +7,7 @@ use super::runtime::device::Device;
 use super::runtime::kernels::{Decoder, Variant};
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
+use super::runtime::staging::SLOT_BYTES;
 use crate::codec::{Codec, TableSet};
 use crate::error::{Error, Result};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, PAYLOAD_ALIGN, TensorDigests};
@@ -160,10 +161,19 @@ impl DeviceIndex {
         let queueing = inner.queueing(&cx, inner.copy.raw());
         {
             let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
-            for (part, start) in parts.into_iter().zip(starts) {
-                // SAFETY: the parts are within the memory just allocated or passed, which is held until the copies have
-                // completed, also after an error.
-                unsafe { ring.send_bytes(&cx, inner.copy.raw(), memory.address() + start, part)? };
+            let copy = inner.copy.raw();
+            // SAFETY: the parts are within the memory just allocated or passed, which is held until the copies have completed, also
+            // after an error.
+            unsafe {
+                if size <= SLOT_BYTES as u64 {
+                    ring.send(&cx, copy, memory.address(), size as usize, |slot| {
+                        place(slot, parts, starts);
+                        Ok(())
+                    })?;
+                } else {
+                    let mut parts = parts.into_iter().zip(starts);
+                    parts.try_for_each(|(part, start)| ring.send_bytes(&cx, copy, memory.address() + start, part))?;
+                }
             }
         }
         queueing.end()?;
@@ -308,6 +318,14 @@ pub(super) fn tensor_at(tensors: &[TensorOnDevice], tensor_index: usize) -> Resu
 fn offsets(sizes: [u64; 6]) -> ([u64; 6], u64) {
     let mut layout = MemoryLayout::default();
     (layout.add_all(sizes), layout.bytes())
+}
+
+/// Copies parts to their offsets, and zeros the gaps between them.
+fn place<const N: usize>(to: &mut [u8], parts: [&[u8]; N], starts: [u64; N]) {
+    to.fill(0);
+    for (part, start) in parts.into_iter().zip(starts) {
+        to[start as usize..][..part.len()].copy_from_slice(part);
+    }
 }
 
 /// Returns the offset of each set in words, and the words of all sets in the layout of the kernels (`kernels/README.md`).

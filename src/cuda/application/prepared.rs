@@ -149,9 +149,9 @@ impl Prepared {
             let status_words = schedule.span.len() * if digest_plan.is_some() { 2 } else { 1 }
                 + plan.targets().map_or(0, |targets| targets.plan.len() as usize);
             copies::fill(&cx, at(offsets.statuses), STATUS_NOT_RUN, status_words, copy)?;
-            copies::fill(&cx, at(offsets.nodes), 0, (offsets.flag - offsets.nodes) as usize / 4, copy)?;
-            copies::fill(&cx, at(offsets.flag), 0, 1, copy)?;
-            copies::fill(&cx, at(offsets.scratch), 0, own_head as usize / 4, copy)?;
+            // Nodes, flag, and the head of the scratch memory, which follow each other.
+            let zeros = if own_head == 0 { offsets.flag + 4 } else { offsets.scratch + own_head } - offsets.nodes;
+            copies::fill(&cx, at(offsets.nodes), 0, zeros as usize / 4, copy)?;
         }
         queueing.end_with(&ready)?;
         // Kernels use chunk and tensor indexes of the whole pair. Only a span of each array is allocated, so these are the
@@ -266,16 +266,16 @@ impl Prepared {
         // SAFETY: within the memory of this application, which is held until the stream has completed.
         unsafe {
             copies::fill(cx, self.first_status(), STATUS_NOT_RUN, self.own_status_words(), stream)?;
-            if let (Some(targets), Some(plan)) = (&self.targets, &self.target_plan) {
-                // After an error some parts may have been hashed without the others.
-                copies::fill(cx, targets.nodes(), 0, plan.plan.node_bytes() as usize / 4, stream)?;
-            }
-            if self.mode == Mode::InPlace(InPlace::AllChecked) {
-                copies::fill(cx, self.flag, 0, 1, stream)?;
-                if let Some(scratch) = self.scratch {
-                    copies::fill(cx, scratch.address, 0, abi::scratch_head(scratch.slots) as usize / 4, stream)?;
-                }
-            }
+            // After an error some parts may have been hashed without the others, so their nodes are reset too. Behind the nodes of
+            // targets are the list of payload digests, the flag, and the head of the scratch memory.
+            let nodes = self.targets.as_ref().map(DeviceTargets::nodes);
+            let end = match (self.mode, self.scratch) {
+                (Mode::InPlace(InPlace::AllChecked), Some(scratch)) => scratch.address + abi::scratch_head(scratch.slots),
+                (Mode::InPlace(InPlace::AllChecked), None) => self.flag + 4,
+                _ => nodes.unwrap_or(0) + self.target_plan.as_ref().map_or(0, |targets| targets.plan.node_bytes()),
+            };
+            let start = nodes.unwrap_or(if self.mode == Mode::InPlace(InPlace::AllChecked) { self.flag } else { end });
+            copies::fill(cx, start, 0, (end - start) as usize / 4, stream)?;
         }
         Ok(())
     }

@@ -271,6 +271,7 @@ impl<'a> ApplyPlan<'a> {
         let chunk_status_bytes = status_bytes * if digests.is_some() { 2 } else { 1 };
         let statuses = layout.add(chunk_status_bytes + targets.map_or(0, |targets| 4 * u64::from(targets.plan.len())));
         let digest_statuses = statuses + status_bytes;
+        // From here to the head of the scratch memory all is zeroed, by one fill.
         let nodes = layout.add(digests.map_or(0, |digests| 32 * u64::from(digests.nodes)));
         let target_nodes = layout.add(targets.map_or(0, |targets| targets.plan.node_bytes()));
         let list = layout.add(list_bytes);
