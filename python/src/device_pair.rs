@@ -8,8 +8,9 @@ use crate::device::Device;
 use crate::errors;
 use crate::memory::{Memory, SliceMemory, Tensors};
 use crate::pair::{self, Pair};
+use crate::read_ahead::ReadAhead;
 use crate::rebuild::{Owners, Plan};
-use crate::run::{LOOK, Steering, run, tell};
+use crate::run::{LOOK, Steering, run, run_here, tell};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -26,6 +27,8 @@ const PIECE: usize = 16 << 20;
 /// Where the payloads of a pair are kept.
 enum Stored {
     File,
+    /// As `File`, but read to pinned memory before they are needed.
+    Ahead(Arc<ReadAhead>),
     Pinned(Arc<PinnedBuffer>),
     Device(DeviceSlice),
 }
@@ -66,9 +69,11 @@ impl DevicePair {
     }
 
     /// Uploads the index to `memory`. The payloads are read into `blob` if it is set, else into pinned memory if `pinned` is set;
-    /// otherwise they stay in the blob's file.
+    /// otherwise they stay in the blob's file. For a pair that is applied once, `ahead` lets other threads read it to pinned memory
+    /// now, unless it is large.
     #[new]
-    #[pyo3(signature = (device, pair, memory, *, pinned, blob, progress))]
+    #[pyo3(signature = (device, pair, memory, *, pinned, blob, ahead, progress))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
     fn upload(
         py: Python<'_>,
         device: &Device,
@@ -76,14 +81,17 @@ impl DevicePair {
         memory: DeviceMemory,
         pinned: bool,
         blob: Option<DeviceMemory>,
+        ahead: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let (device, pair) = (device.0.clone(), pair.shared());
         if !pinned && blob.is_none() {
-            // SAFETY: the tensor that owns the memory is recorded with the copy stream (module documentation).
-            let upload = || DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) });
-            let index = py.detach(upload).map_err(|e| errors::to_python(py, &e))?;
-            return Ok(Self { pair, index, stored: Stored::File });
+            return run_here(py, || {
+                let read = if ahead { ReadAhead::start(&device, &pair) } else { None };
+                // SAFETY: the tensor that owns the memory is recorded with the copy stream (module documentation).
+                let index = DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) })?;
+                Ok(Self { pair, index, stored: read.map_or(Stored::File, Stored::Ahead) })
+            });
         }
         let total = pair.blob().size();
         run(py, progress, total, |steering| {
@@ -214,8 +222,10 @@ impl DevicePair {
         let is_whole = matches!(tensors, Tensors::Whole(_));
         let tensors = tensors.unowned(py);
         let total = tensors.iter().map(SliceMemory::size).sum();
+        // Not on a thread of the pool: it may be within the read that this waits for.
+        let steps = py.detach(|| steps(&pairs));
         run(py, progress, total, |steering| {
-            let (steps, bound) = (steps(&pairs), bound_to_last(&pairs, tensors, is_whole)?);
+            let bound = bound_to_last(&pairs, tensors, is_whole)?;
             // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.
             let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
             // SAFETY: the Python half holds the tensor until this call returns.
@@ -261,9 +271,13 @@ impl DevicePair {
 }
 
 impl DevicePair {
+    /// The payloads. Waits until those that are read ahead are complete, so it must not be called on a thread of the pool.
     fn stored(&self) -> Payloads<'static> {
+        let in_file = || Payloads::Kept(Arc::new(Blob(self.pair.clone())));
         match &self.stored {
-            Stored::File => Payloads::Kept(Arc::new(Blob(self.pair.clone()))),
+            Stored::File => in_file(),
+            // After an error the launch reads the file, and reports what it finds.
+            Stored::Ahead(read) => read.wait().map_or_else(in_file, Payloads::Pinned),
             Stored::Pinned(pinned) => Payloads::Pinned(pinned.clone()),
             Stored::Device(slice) => Payloads::Device(slice.clone()),
         }
@@ -468,9 +482,17 @@ impl Ready {
 
     /// Runs the application on a stream and waits for its outcome. Returns whether tensors were changed (false if they already were
     /// the target), and the seconds until all work was queued. The caller must hold the memory of all tensors. Unless it `commits`,
-    /// it stops before the first write: everything was to be checked first.
-    #[pyo3(signature = (stream, progress, *, commits))]
-    fn run(&self, py: Python<'_>, stream: usize, progress: Option<Py<PyAny>>, commits: bool) -> PyResult<(bool, f64)> {
+    /// it stops before the first write: everything was to be checked first. `meanwhile` is called when all work is queued; its
+    /// exception is raised when the work has finished.
+    #[pyo3(signature = (stream, progress, *, commits, meanwhile=None))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        stream: usize,
+        progress: Option<Py<PyAny>>,
+        commits: bool,
+        meanwhile: Option<Py<PyAny>>,
+    ) -> PyResult<(bool, f64)> {
         let begin = Instant::now();
         let work = self.work(py)?;
         let (application, bound) = &*work;
@@ -484,7 +506,9 @@ impl Ready {
             false => py.detach(queue).map_err(|e| errors::to_python(py, &e))?,
         };
         let queued = begin.elapsed().as_secs_f64();
-        let raised = wait(py, &pending, total, progress.as_ref());
+        let called = meanwhile.map_or(Ok(()), |meanwhile| meanwhile.call0(py).map(|_| ()));
+        let waited = wait(py, &pending, total, progress.as_ref());
+        let raised = called.and(waited);
         let error = match pending.wait() {
             Ok(()) => {
                 raised?;

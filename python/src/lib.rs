@@ -12,6 +12,7 @@ mod errors;
 mod memory;
 mod pair;
 mod paths;
+mod read_ahead;
 mod rebuild;
 mod run;
 #[cfg(feature = "store")]

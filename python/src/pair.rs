@@ -2,15 +2,15 @@
 
 use crate::errors;
 use crate::memory::{self, Memory, SliceMemory, Tensors};
-use crate::run::{Steering, run};
+use crate::run::{Steering, run, run_here};
 use pyo3::prelude::*;
-use pyo3::types::PyByteArray;
+use pyo3::types::{PyByteArray, PyString};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
     Apply, ApplyReport, BaseKind, Checkpoint, Error, Escaped, FileSource, FusedSlices, InPlace, MemoryCheckpoint, OpenOptions,
-    Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut,
+    Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
 };
 
 /// An open pair, with the files of its base if it was opened with them.
@@ -23,6 +23,9 @@ pub struct Pair {
 /// Name, dtype, dims, kind of base, name of the base tensor, whether any element changes, and the tensors of the base.
 type Described = (String, &'static str, Vec<u64>, &'static str, String, bool, Vec<BaseTensor>);
 
+/// What [`Pair::outline`] returns: names; dtypes and dims; whether tensors are written in place.
+type Outline = (Vec<Py<PyString>>, Vec<(Py<PyString>, Vec<u64>)>, Vec<bool>);
+
 /// Name, dtype and dims of a tensor of the base.
 type BaseTensor = (String, &'static str, Vec<u64>);
 
@@ -32,10 +35,38 @@ impl Pair {
     #[new]
     #[pyo3(signature = (path, base=None, expect=None))]
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>, expect: Option<[u8; 32]>) -> PyResult<Self> {
+        // Only a pair that is being published makes this wait. Then a signal must be able to interrupt the wait.
+        let at_once = || match tpde::Pair::open_with(&path, &options(expect), &Impatient) {
+            Err(Error::Cancelled) => Ok(None),
+            opened => opened.map(Some),
+        };
+        if base.is_none()
+            && let Some(pair) = run_here(py, at_once)?
+        {
+            return Ok(Self { pair: Arc::new(pair), base: None });
+        }
         run(py, None, 0, |steering| {
             let pair = Arc::new(self::open(&path, expect, steering)?);
             Ok(Self { pair, base: base.as_deref().map(SafetensorsCheckpoint::open).transpose()? })
         })
+    }
+
+    /// Names, dtypes and dims of all tensors, names ascending, and whether an application in place writes them. Costs a third of
+    /// [`Pair::tensors`].
+    fn outline(&self, py: Python<'_>) -> Outline {
+        let index = self.pair.index();
+        let entries: Vec<_> = index.tensors().collect();
+        let is_written = |tensor: &Tensor<'_>| {
+            tensor.base_kind == BaseKind::None || tensor.chunks().any(|chunk| index.chunk(chunk).num_deltas > 0)
+        };
+        let mut outline = Outline::default();
+        for parts in entries.chunk_by(|a, b| a.name == b.name) {
+            let first = &parts[0];
+            outline.0.push(PyString::new(py, first.name).unbind());
+            outline.1.push((PyString::intern(py, first.dtype.name()).unbind(), first.whole_shape().to_vec()));
+            outline.2.push(parts.iter().any(is_written));
+        }
+        outline
     }
 
     /// All tensors, names ascending. If the pair has parts of a tensor, the tensor has the kind of base of its parts, or `mixed`.
@@ -255,8 +286,20 @@ fn check_apart_from_base<'a>(outputs: impl Iterator<Item = &'a Memory> + Clone, 
 /// Opens a pair, which must have the digest `expect` if there is one. If the pair is being published, the call waits; a signal
 /// can interrupt the wait.
 pub fn open(path: &Path, expect: Option<[u8; 32]>, steering: &Steering) -> Result<tpde::Pair<FileSource>> {
-    let options = expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
-    tpde::Pair::open_with(path, &options, steering)
+    tpde::Pair::open_with(path, &options(expect), steering)
+}
+
+fn options(expect: Option<[u8; 32]>) -> OpenOptions {
+    expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest))
+}
+
+/// Ends each wait with [`Error::Cancelled`].
+struct Impatient;
+
+impl Watch for Impatient {
+    fn done(&self, _: u64) -> Result<()> {
+        Err(Error::Cancelled)
+    }
 }
 
 pub fn unknown(name: &str) -> Error {

@@ -59,6 +59,12 @@ fn pool() -> Result<&'static ThreadPool> {
     }
 }
 
+/// Starts work on a thread of the pool. A panic in it is dropped.
+pub fn spawn(work: impl FnOnce() + Send + 'static) -> Result<()> {
+    pool()?.spawn(move || _ = catch_unwind(AssertUnwindSafe(work)));
+    Ok(())
+}
+
 /// Calls `progress(done, total)`.
 pub fn tell(py: Python<'_>, progress: Option<&Py<PyAny>>, done: u64, total: u64) -> PyResult<()> {
     match progress {
@@ -83,6 +89,18 @@ impl Failure for Error {
 
     fn to_python(&self, py: Python<'_>) -> PyErr {
         errors::to_python(py, self)
+    }
+}
+
+/// Runs work on the calling thread, without the interpreter's lock. Signals are not looked for. For work that takes less time than
+/// waking a thread, and uses no threads of rayon.
+///
+/// # Errors
+/// As for [`run_with`].
+pub fn run_here<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
+        Ok(outcome) => outcome.map_err(|error| errors::to_python(py, &error)),
+        Err(payload) => Err(errors::panicked(py, &*payload)),
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,10 @@ class Planned:
             self.base = [(*memory[:3], address, *memory[4:]) for memory, address in zip(self.base, base)]
         return self.of.can_move
 
-    def run(self, stream: int, tell: object, *, commits: bool) -> tuple[bool, float]:
+    def run(self, stream: int, tell: object, *, commits: bool, meanwhile: Callable[[], object] | None) -> tuple[bool, float]:
         assert commits
+        if meanwhile is not None:
+            meanwhile()
         self.of.runs += 1
         if self.mode == "out_of_place":
             self.of._pair.read(self.tensors, base=self.base, digests=False, progress=None)
@@ -181,9 +184,11 @@ class TestAgain:
             lambda weight: weight.set_(weight.untyped_storage(), 0, weight.shape[::-1], weight.stride()),
             lambda weight: weight.set_(torch.zeros(40)),
             lambda weight: setattr(weight, "data", torch.zeros(5, 4, dtype=torch.int32)),
+            lambda weight: setattr(weight, "data", weight.data.view(torch.int32)),
+            lambda weight: setattr(weight, "data", torch._neg_view(weight.data)),
             lambda weight: setattr(weight, "__class__", type("Own", (torch.Tensor,), {})),
         ],
-        ids=["storage", "offset", "strides", "shape", "memory", "dtype", "class"],
+        ids=["storage", "offset", "strides", "shape", "memory", "memory and dtype", "dtype", "sign", "class"],
     )
     def test_every_change_of_a_tensor_is_seen(self, changed: object) -> None:
         from tpde import _torch_memory

@@ -19,6 +19,8 @@ torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
 from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
+from tpde._entry import Entry  # noqa: E402
+from tpde._slices import describe_slices  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")
@@ -150,6 +152,28 @@ class TestSlices:
                 errors.append(error.rule)
                 assert same(held, cut.shards(rank, cut.base)[0])
         assert errors and all(rule.startswith("payload.") for rule in errors)
+
+    @pytest.mark.parametrize("is_early", [False, True])
+    def test_payloads_of_a_path_are_read_before_the_launch(self, cut: Cut, tmp_path: Path, is_early: bool) -> None:  # noqa: F811
+        from tpde._device import Application, DevicePair
+
+        for ending in ("index", "blob"):
+            (tmp_path / f"pair.tpde-{ending}").write_bytes(Path(f"{cut.pair}.tpde-{ending}").read_bytes())
+        held, slices = shards(cut, 1, cut.base)
+        opened = tpde._tpde.Pair(str(tmp_path / "pair"))
+        entries = {entry.name: entry for entry in map(Entry._make, opened.tensors())}
+        memories = describe_slices(slices, entries, writable=True, device=DEVICE)
+        if is_early:
+            os.truncate(tmp_path / "pair.tpde-blob", 64)
+        pair = DevicePair._of_opened(tmp_path / "pair", opened, DEVICE)
+        application = Application(pair, memories, [], "all_checked")
+        if is_early:  # the launch reports what the read has found
+            with pytest.raises(tpde.TpdeError):
+                application.run(pair, None)
+        else:  # the plan has waited for the read
+            os.truncate(tmp_path / "pair.tpde-blob", 64)
+            assert application.run(pair, None)
+        assert same(held, cut.shards(1, cut.base if is_early else cut.target)[0])
 
     def test_slices_that_do_not_fit_are_refused(self, cut: Cut) -> None:  # noqa: F811
         held, slices = shards(cut, 1, cut.base)

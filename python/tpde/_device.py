@@ -85,6 +85,8 @@ class Device:
 
     def _memory_of(self, stream: torch.cuda.Stream, bytes: int, what: str) -> torch.Tensor:
         try:
+            if not torch.is_inference_mode_enabled():
+                return on_stream(stream, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
             with torch.inference_mode(mode=False):
                 return on_stream(stream, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
         except torch.OutOfMemoryError as error:
@@ -220,10 +222,13 @@ class Application:
         #: Name, dims and dtype of the tensors to allocate for results; ``None`` if it writes to the caller's tensors.
         self.results: list[tuple[str, list[int], torch.dtype]] | None = None
 
-    def run(self, pair: DevicePair, progress: Progress, *, commits: bool = True) -> bool:
+    def run(
+        self, pair: DevicePair, progress: Progress, *, commits: bool = True, meanwhile: Callable[[], object] | None = None
+    ) -> bool:
         """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair of this application.
 
-        Unless it ``commits``, it checks all and writes nothing; the mode is then ``"all_checked"``.
+        Unless it ``commits``, it checks all and writes nothing; the mode is then ``"all_checked"``. ``meanwhile`` is called while the
+        device works.
         """
         device = pair._device
         stream = device.stream()
@@ -235,7 +240,7 @@ class Application:
                     used.record_stream(stream)
         with progress_callback(progress, "apply") as callback:
             begin = time.perf_counter()
-            applied, queued = self.raw.run(handle, callback, commits=commits)
+            applied, queued = self.raw.run(handle, callback, commits=commits, meanwhile=meanwhile)
             device.queued = begin + queued
         return applied
 
@@ -276,12 +281,14 @@ class DevicePair:
 
     @classmethod
     def _of_opened(cls, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads = "file") -> DevicePair:
-        """A `DevicePair` for a single call, from an open pair."""
+        """A `DevicePair` for a single call, from an open pair. Threads begin to read the payloads."""
         opened = cls.__new__(cls)
-        opened._open(path, pair, device, payloads, None)
+        opened._open(path, pair, device, payloads, None, ahead=True)
         return opened
 
-    def _open(self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress) -> None:
+    def _open(
+        self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress, *, ahead: bool = False
+    ) -> None:
         self._device = Device.of(device)
         self._device.refuse_capture("making a pair ready")
         self._path = path_of(path)
@@ -300,6 +307,7 @@ class DevicePair:
                 _address_and_bytes(self._index),
                 pinned=payloads == "pinned",
                 blob=None if self._blob is None else _address_and_bytes(self._blob),
+                ahead=ahead,
                 progress=callback,
             )
 
@@ -318,7 +326,15 @@ class DevicePair:
             self._listed = list(map(Entry._make, self._pair.tensors()))
         return self._listed
 
-    def _apply(self, tensors: _Memories, base: _Memories, mode: str, progress: Progress) -> tuple[bool, Application]:
+    def _apply(
+        self,
+        tensors: _Memories,
+        base: _Memories,
+        mode: str,
+        progress: Progress,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> tuple[bool, Application]:
         """Changes tensors or slices on the device, or rebuilds them from ``base``, and waits. Returns whether tensors were changed, and the
         application that ran."""
         self._device.refuse_capture("applying a pair")
@@ -329,7 +345,7 @@ class DevicePair:
                 application = None
         if application is None:
             application = Application(self, tensors, base, mode)
-        return application.run(self, progress), application
+        return application.run(self, progress, meanwhile=meanwhile), application
 
     def _apply_after(self, before: list[DevicePair], tensors: _Memories, progress: Progress, *, scratch: int | None) -> bool:
         """Changes tensors or slices on the device by the pairs ``before`` and by this one, in one commit, and waits. Returns whether
@@ -348,9 +364,11 @@ class DevicePair:
             apply = device.with_room(_tpde.DevicePair.apply_chain)
             return apply(raw, tensors, stream.cuda_stream, _address_and_bytes(memory), progress=callback)
 
-    def _rebuild(self, outputs: _Memories, base: _Memories, progress: Progress) -> Application:
+    def _rebuild(
+        self, outputs: _Memories, base: _Memories, progress: Progress, *, meanwhile: Callable[[], object] | None = None
+    ) -> Application:
         """Rebuilds tensors or slices from ``base``. Returns the application that ran."""
-        applied, application = self._apply(outputs, base, "out_of_place", progress)
+        applied, application = self._apply(outputs, base, "out_of_place", progress, meanwhile=meanwhile)
         if not applied:
             raise AlreadyApplied("already applied: the base is the target of this pair")
         return application

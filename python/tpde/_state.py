@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any, Literal, Union
 
 from . import _tpde
@@ -134,14 +135,14 @@ def apply_(
     strict: bool,
     expect: Digest | None,
     progress: Progress,
-    on_written: Callable[[Mapping[str, Any], list[Entry]], list[str]],
-    on_rewritten: Callable[[list[Any]], None],
+    to_inform: Callable[[Mapping[str, Any], list[str]], list[str]],
+    on_written: Callable[[list[Any]], None],
     scratch: int | None = None,
 ) -> Outcome:
     """Changes tensors in place, or overwrites them from ``base``.
 
-    ``on_written(tensors, entries)`` is called when tensors of these entries have, or may have, been written. It returns the names
-    of the tensors that it has informed autograd of. When the same tensors are written again, ``on_rewritten`` gets these tensors.
+    ``to_inform(tensors, written)`` returns the names of the tensors that share memory with those that are written. ``on_written``
+    is called with these tensors when they have, or may have, been written.
     """
     check_mode(mode)
     before, pair = _split_steps(pair, base, mode)
@@ -157,11 +158,11 @@ def apply_(
         how = mode if base is None else "out_of_place"
         application = None if before else device_pair._take_kept(tensors, base_tensors, how, strict=strict)
         if application is not None:
-            return _apply_again(device_pair, application, tensors, on_rewritten, progress, overwrites=base is not None)
+            return _apply_again(device_pair, application, tensors, on_written, progress, overwrites=base is not None)
     opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
-    entries = device_pair._entries() if device_pair is not None else list(map(Entry._make, opened.tensors()))
-    missing = [entry.name for entry in entries if entry.name not in tensors]
-    if missing and strict and len(missing) == len(entries) and tensors:
+    names, expected, is_written = opened.outline()
+    missing = [name for name in names if name not in tensors]
+    if missing and strict and len(missing) == len(names) and tensors:
         ours = next(iter(tensors))
         raise InvalidArgument(f"no tensor of the pair is among the given ones: the pair has {missing[0]!r}, given is {ours!r}")
     if missing and strict:
@@ -170,39 +171,49 @@ def apply_(
             f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones; strict=False skips it"
         )
     if before and strict:
-        _check_steps(before, {entry.name for entry in entries})
-    entries = [entry for entry in entries if entry.name in tensors]
-    if not entries:
+        _check_steps(before, set(names))
+    if missing:
+        found = [name in tensors for name in names]
+        names, expected, is_written = [*compress(names, found)], [*compress(expected, found)], [*compress(is_written, found)]
+    if not names:
         return "nothing"
-    device = device_of(tensors[entry.name] for entry in entries)
+    values = [tensors[name] for name in names]
+    device = device_of(values)
     on_device = None if device is None else _on(device, pair, opened)
     where = "cpu" if device is None else device
-    names, expected = [entry.name for entry in entries], [(entry.dtype, entry.shape) for entry in entries]
-    outputs = describe_each(names, [tensors[name] for name in names], expected, writable=True, device=where)
-    if base is not None or before:
-        # Earlier steps may change what the last one does not.
-        entries = [entry._replace(changes=True) for entry in entries]
+    outputs = describe_each(names, values, expected, writable=True, device=where)
+    # Earlier steps may change what the last one does not.
+    written = names if base is not None or before else [*compress(names, is_written)]
+    informed: list[str] | None = None
+
+    def prepare_to_inform() -> list[str]:
+        nonlocal informed
+        if informed is None:
+            informed = to_inform(tensors, written)
+        return informed
+
     application = None
     try:
         if base is not None:
-            applied, application = (
-                True,
-                _overwrite(opened, on_device, entries, outputs, base, where, progress, digests=mode == "all_checked"),
+            application = _overwrite(
+                opened, on_device, outputs, base, where, progress, digests=mode == "all_checked", meanwhile=prepare_to_inform
             )
+            applied = True
         elif before:
             applied = _apply_steps(before, on_device, outputs, progress, scratch)
         elif on_device is not None:
-            applied, application = on_device._apply(outputs, [], mode, progress)
+            applied, application = on_device._apply(outputs, [], mode, progress, meanwhile=prepare_to_inform)
         else:
             with progress_callback(progress, "apply") as callback:
                 applied = opened.apply_in_place(outputs, checked=mode == "all_checked", progress=callback)
     except BaseException as error:
         # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            on_written(tensors, entries)
+            on_written([tensors[name] for name in prepare_to_inform()])
         raise
     if applied:
-        versioned = on_written(tensors, entries)
+        versioned = prepare_to_inform()
+        on_written([tensors[name] for name in versioned])
         if application is not None and on_device is not None and on_device is pair:
             pair._remember(application, tensors, base_tensors, versioned=versioned, is_complete=not missing)
     return "applied" if applied else "already_applied"
@@ -212,7 +223,7 @@ def _apply_again(
     pair: Any,
     application: Any,
     tensors: Mapping[str, Any],
-    on_rewritten: Callable[[list[Any]], None],
+    on_written: Callable[[list[Any]], None],
     progress: Progress,
     *,
     overwrites: bool,
@@ -231,11 +242,11 @@ def _apply_again(
             raise
     except BaseException as error:
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            on_rewritten(versioned)
+            on_written(versioned)
         raise
     pair._kept[""] = application
     if applied:
-        on_rewritten(versioned)
+        on_written(versioned)
     return "applied" if applied else "already_applied"
 
 
@@ -394,23 +405,26 @@ def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
 def _overwrite(
     opened: _tpde.Pair,
     on_device: Any,
-    entries: list[Entry],
     outputs: list[Memory],
     base: Any,
     where: Any,
     progress: Progress,
     *,
     digests: bool,
+    meanwhile: Callable[[], object],
 ) -> Any:
-    """Rebuilds tensors from a separate base, whatever their contents. Returns the application if one ran on a device."""
+    """Rebuilds tensors from a separate base, whatever their contents. Returns the application if one ran on a device, which has called
+    ``meanwhile``."""
     base_memories = None
     if not is_path(base):
+        names = {output[0] for output in outputs}
+        entries = [entry for entry in map(Entry._make, opened.tensors()) if entry.name in names]
         base_memories = bases(entries, state_of(base), where)
     elif on_device is not None:
         raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
     try:
         if on_device is not None:
-            return on_device._rebuild(outputs, base_memories or [], progress)
+            return on_device._rebuild(outputs, base_memories or [], progress, meanwhile=meanwhile)
         with progress_callback(progress, "apply") as callback:
             opened.read(outputs, base=base_memories, digests=digests, progress=callback)
     except InvalidArgument:

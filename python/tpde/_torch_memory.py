@@ -108,6 +108,7 @@ def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 #: Bytes per element, for dtypes that are neither packed nor complex (which may be conjugated lazily).
 _SIZES = {name: own.itemsize for name, own in _DTYPES.items() if name != "F4" and not own.is_complex}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _bytes = attrgetter("nbytes")
 _devices = attrgetter("device")
 _dtypes = attrgetter("dtype")
@@ -174,8 +175,9 @@ def _storage(tensor: Any) -> int | None:
 class StateSnapshot:
     """A snapshot of the properties of all tensors of a state dict, to detect whether a later state dict has the same tensors.
 
-    It compares everything that :func:`describe` checks, which is faster than checking again. Addresses alone do not suffice: a
-    storage may have been freed, and a smaller one allocated at the same address.
+    It compares what :func:`describe` checks, which is faster than checking again. Addresses alone do not suffice: a storage may have
+    been freed, and a smaller one allocated at the same address. An address is on one device, and the offset of a tensor follows from
+    the two addresses. Only complex tensors can be conjugated lazily.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -195,18 +197,17 @@ class StateSnapshot:
             return None
         try:
             storages = list(map(torch.Tensor.untyped_storage, tensors))
+            dtypes = list(map(_dtypes, tensors))
+            has_complex = not _COMPLEX.isdisjoint(dtypes)
             return (
                 list(map(torch.Tensor.data_ptr, tensors)),
                 list(map(torch.UntypedStorage.data_ptr, storages)),
                 list(map(torch.UntypedStorage.nbytes, storages)),
-                list(map(torch.Tensor.storage_offset, tensors)),
-                list(map(torch.Tensor.stride, tensors)),
+                list(map(torch.Tensor.is_contiguous, tensors)),
                 list(map(torch.Tensor.is_neg, tensors)),
-                list(map(torch.Tensor.is_conj, tensors)),
+                list(map(torch.Tensor.is_conj, tensors)) if has_complex else [],
                 list(map(torch.Tensor.is_inference, tensors)),
-                list(map(_devices, tensors)),
-                list(map(_layouts, tensors)),
-                list(map(_dtypes, tensors)),
+                dtypes,
                 list(map(_shapes, tensors)),
             )
         except (RuntimeError, NotImplementedError, ValueError):  # sparse, on no device, or not initialized

@@ -85,8 +85,8 @@ def apply_(
         strict=strict,
         expect=expect,
         progress=progress,
-        on_written=lambda *_: [],
-        on_rewritten=lambda _: None,
+        to_inform=lambda *_: [],
+        on_written=lambda _: None,
     )
 
 

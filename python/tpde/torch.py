@@ -216,8 +216,8 @@ def apply_(
         strict=strict,
         expect=expect,
         progress=progress,
-        on_written=_raise_versions_of_written,
-        on_rewritten=_raise_versions,
+        to_inform=_names_in_written_storages,
+        on_written=_raise_versions,
         scratch=scratch,
     )
 
@@ -285,14 +285,12 @@ def _raise_versions_of_slices(tensors: list[Any]) -> None:
     _raise_versions([tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()])
 
 
-def _raise_versions_of_written(tensors: Mapping[str, Any], entries: list[Entry]) -> list[str]:
-    """Increments the autograd version counters of all tensors in storages that the pair changes. Returns the tensors' names."""
+def _names_in_written_storages(tensors: Mapping[str, Any], written: list[str]) -> list[str]:
+    """Names of all tensors in the storages of those that are written."""
     storages = dict(zip(tensors, storages_of(list(tensors.values()))))
-    changed = {storages[entry.name] for entry in entries if entry.changes or entry.base_kind == "none"} - {None}
+    changed = {storages[name] for name in written} - {None}
     # Tensors made in inference mode have no version counters.
-    names = [name for name, storage in storages.items() if storage in changed and not tensors[name].is_inference()]
-    _raise_versions([tensors[name] for name in names])
-    return names
+    return [name for name, storage in storages.items() if storage in changed and not tensors[name].is_inference()]
 
 
 def _raise_versions(tensors: list[Any]) -> None:
