@@ -43,6 +43,9 @@ pub(in crate::cuda) struct Memory {
 /// Sizes of allocations are multiples of this, in bytes.
 pub(in crate::cuda) const STEP: u64 = 1 << 12;
 
+/// Size of the pieces of a copy to the host, in bytes. A piece takes 40 µs at 55 GB/s.
+const PIECE: usize = 2 << 20;
+
 /// Scratch memory of the blocks of a kernel, in slots. The counts are zeros between launches.
 #[derive(Debug, Clone)]
 pub(super) struct Scratch {
@@ -239,9 +242,20 @@ impl<'a> Session<'a> {
         copies.try_into().map_err(|_| Error::InvalidArgument("copies without memory".into()))
     }
 
-    /// Copies from the beginning of device memory, and waits for all queued work.
+    /// Copies from the beginning of device memory, and waits for all queued work. At most two pieces are queued at a time, because
+    /// small copies of other streams wait for them.
     pub fn read_into(&self, from: &DeviceSlice, to: &mut [u8]) -> Result<()> {
-        let queued = self.queue_read(from, to);
+        let (mut at, end, mut last) = (0, to.len() as u64, None::<RawEvent>);
+        let queued = to.chunks_mut(PIECE).try_for_each(|to| {
+            self.queue_read(&from.slice(at, to.len() as u64)?, to)?;
+            at += to.len() as u64;
+            if at == end {
+                return Ok(());
+            }
+            let done = RawEvent::new(self.cx, false)?;
+            done.record(self.cx, self.raw())?;
+            last.replace(done).map_or(Ok(()), |before| before.wait(self.cx))
+        });
         self.wait().and(queued)
     }
 
