@@ -54,14 +54,13 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         let mut memory = session.take_memory()?;
         memory.shrink(job.limits.memory);
         let expected = memory.blob_bytes;
-        let mut assembly =
+        let assembly =
             Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, added: 0, expected, digests };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
         let waves = waves(&jobs, &source, job.limits);
         let waves = Waves { job, after: after.as_ref(), source: &source, tables: &tables, waves };
         others.insert(0, memory);
-        waves.encode(&session, others, &mut assembly)?;
-        assembly.finish(files)?
+        waves.encode(&session, others, assembly, files)?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
     let report = report(&finished, base_checkpoint, bases);

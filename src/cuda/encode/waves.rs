@@ -11,6 +11,7 @@ use super::session::{Drained, Memory, Session};
 use super::source::Source;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::error::{Error, Result};
+use crate::writer::{FileSpec, Finished};
 use std::sync::mpsc::sync_channel;
 use std::thread;
 
@@ -40,38 +41,51 @@ impl From<Error> for Ended {
 }
 
 impl Waves<'_, '_> {
-    /// Encodes all waves, and adds their payloads in order. `session` copies the payloads. The threads, as many as there are
-    /// memories at most, use these for all else.
-    pub fn encode<W: Blob>(&self, session: &Session<'_>, mut memories: Vec<Memory>, assembly: &mut Assembly<'_, W>) -> Result<()> {
+    /// Encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`. `session` copies the
+    /// payloads. The threads, as many as there are memories at most, use these for all else.
+    pub fn encode<W: Blob>(
+        &self,
+        session: &Session<'_>,
+        mut memories: Vec<Memory>,
+        mut assembly: Assembly<'_, W>,
+        files: Vec<FileSpec>,
+    ) -> Result<Finished<W>> {
         let workers = self.waves.len().clamp(1, memories.len().max(1));
         let unused = memories.split_off(workers.min(memories.len()));
-        let used = if workers == 1 {
+        let mut blob_bytes = 0;
+        let finish = |mut assembly: Assembly<'_, W>| {
+            blob_bytes = assembly.blob_bytes();
+            Ok::<_, Ended>(assembly.finish(files)?)
+        };
+        let encoded = if workers == 1 {
             // Starting a thread takes longer than it would save.
             let memory = memories.pop().unwrap_or_default();
-            self.work(0, 1, memory, &mut |payloads| Ok(assembly.add(session, &payloads)?)).map(|memory| vec![memory])
+            let worked = self.work(0, 1, memory, &mut |payloads| Ok(assembly.add(session, &payloads)?));
+            worked.and_then(|memory| Ok((vec![memory], finish(assembly)?)))
         } else {
-            self.encode_in_threads(session, memories, assembly)
+            self.encode_in_threads(session, memories, assembly, finish)
         };
         // Without an error of its own, the caller's thread ended because another one did, whose error is returned.
-        let used = used.map_err(|Ended(error)| error.unwrap_or(Error::Cancelled))?;
+        let (used, finished) = encoded.map_err(|Ended(error)| error.unwrap_or(Error::Cancelled))?;
         if let Some(encoder) = self.job.encoder {
             for mut memory in used.into_iter().chain(unused) {
-                memory.blob_bytes = assembly.blob_bytes();
+                memory.blob_bytes = blob_bytes;
                 encoder.give_back(session.device, memory);
             }
         }
-        Ok(())
+        Ok(finished)
     }
 
-    /// [`Waves::encode`], with a thread per memory. Returns the memories.
+    /// [`Waves::encode`], with a thread per memory. Returns the memories too.
     fn encode_in_threads<W: Blob>(
         &self,
         session: &Session<'_>,
         memories: Vec<Memory>,
-        assembly: &mut Assembly<'_, W>,
-    ) -> Result<Vec<Memory>, Ended> {
+        mut assembly: Assembly<'_, W>,
+        finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, Ended>,
+    ) -> Result<(Vec<Memory>, Finished<W>), Ended> {
         let workers = memories.len();
-        let (added, ended) = thread::scope(|scope| {
+        let (finished, ended) = thread::scope(|scope| {
             let (mut threads, mut receivers) = (Vec::new(), Vec::new());
             for (worker, memory) in memories.into_iter().enumerate() {
                 let (sender, receiver) = sync_channel(AHEAD);
@@ -91,11 +105,13 @@ impl Waves<'_, '_> {
             });
             // Without a receiver, a thread ends with its next payloads.
             drop(receivers);
+            // Threads take a while to end.
+            let finished = added.and_then(|()| finish(assembly));
             let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-            (added, ended.collect::<Vec<Result<Memory, Ended>>>())
+            (finished, ended.collect::<Vec<Result<Memory, Ended>>>())
         });
         // The error that came first is the one of the caller's thread, or else of a thread that has one.
-        if let Err(Ended(Some(error))) = added {
+        if let Err(Ended(Some(error))) = finished {
             return Err(Ended(Some(error)));
         }
         let mut memories = Vec::new();
@@ -106,7 +122,7 @@ impl Waves<'_, '_> {
                 Err(Ended(None)) => {}
             }
         }
-        added.map(|()| memories)
+        finished.map(|finished| (memories, finished))
     }
 
     /// Encodes every `workers`th wave, from wave `worker` on, and returns the memory.
