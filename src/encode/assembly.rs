@@ -12,7 +12,7 @@ use crate::writer::PairBuilder;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Maximum size, in bytes, of the payloads held for a tensor before its way is chosen.
 pub(super) const MAX_HELD_BYTES: usize = 64 << 20;
@@ -179,7 +179,7 @@ pub(super) struct Shares(BTreeMap<usize, u64>);
 impl Shares {
     pub fn new(plans: &[Plan]) -> Self {
         let mut users = BTreeMap::<usize, (u64, u64)>::new();
-        for set in plans.iter().flat_map(|plan| plan.tables.iter().flatten()) {
+        for set in plans.iter().flat_map(|plan| plan.tables.iter().filter_map(OnceLock::get)) {
             let (_, users) = users.entry(Arc::as_ptr(set).addr()).or_insert_with(|| (stored_bytes(set), 0));
             *users += 1;
         }

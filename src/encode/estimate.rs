@@ -122,10 +122,10 @@ pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], surveyor:
         }
         // Sets that the tensor does not use, so that the others bear the size of these sets.
         if based[i].is_unchanged(plan) || !has_base(plan) {
-            plan.tables[0] = None;
+            plan.tables[0].take();
         }
         if zeros[i].is_unchanged(plan) || !candidates[i] {
-            plan.tables[1] = None;
+            plan.tables[1].take();
         }
     }
     let shares = Shares::new(plans);

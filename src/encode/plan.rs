@@ -22,8 +22,8 @@ pub(crate) struct Plan {
     pub chunk_lanes_log2: u8,
     pub decode_cost: DecodeCost,
     pub lanes: u64,
-    /// Tables of codec `conditioned`: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
-    pub tables: [Option<Arc<TableSet>>; 2],
+    /// Tables of codec `conditioned`, once trained: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
+    pub tables: [OnceLock<Arc<TableSet>>; 2],
     /// How base lanes are formed, if the base is derived.
     pub derived: Option<Box<DerivedSpec>>,
     /// For a part, its place in the tensor.
@@ -62,7 +62,7 @@ impl Plan {
 
     /// The table set of codec `conditioned` in a way.
     pub fn tables_of(&self, way: Way) -> Option<&Arc<TableSet>> {
-        self.tables[usize::from(!way.from_base)].as_ref()
+        self.tables[usize::from(!way.from_base)].get()
     }
 
     /// Name of the base tensor, if it differs from the name in the target.
@@ -200,7 +200,7 @@ pub(super) fn plan_from(
         chunk_lanes_log2,
         decode_cost: options.favor.decode_cost(options.chunk_lanes),
         lanes,
-        tables: [None, None],
+        tables: Default::default(),
         derived: None,
         part: None,
         way,

@@ -160,7 +160,7 @@ pub(super) fn encode_holding<W: Write>(
     let workers = Pool::new(Worker::default);
     match options.codec {
         CodecChoice::Device => choose_ways(options, &mut plans, &mut Processor { base, target, workers: &workers, progress })?,
-        _ => train(base, target, options, &mut plans, &workers, progress)?,
+        _ => train(base, target, options, &plans, &workers, progress)?,
     }
     let mut assembly = Assembly::new(builder, max_held_bytes, options, &plans, base, target);
     let jobs = plans.iter().enumerate().flat_map(|(i, plan)| {

@@ -71,7 +71,7 @@ pub(super) fn train(
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
     options: &EncodeOptions,
-    plans: &mut [Plan],
+    plans: &[Plan],
     workers: &Pool<Worker>,
     progress: Progress<'_>,
 ) -> Result<()> {
@@ -102,7 +102,7 @@ pub(crate) type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, Group, u
 /// samples to its second argument, in any order.
 pub(crate) fn train_with(
     options: &EncodeOptions,
-    plans: &mut [Plan],
+    plans: &[Plan],
     group_of: &dyn Fn(usize, &Plan) -> Option<Group>,
     mut sample: impl for<'a, 'p> FnMut(Pieces<'a, 'p>, &mut dyn FnMut(Group, conditioned::Sample)) -> Result<()>,
 ) -> Result<()> {
@@ -162,8 +162,8 @@ pub(crate) fn train_with(
         .collect();
     for plan in plans {
         for (i, from_base) in [true, false].into_iter().enumerate() {
-            if let Some(set) = sets.get(&group_in(plan, from_base)) {
-                plan.tables[i] = set.clone();
+            if let Some(Some(set)) = sets.get(&group_in(plan, from_base)) {
+                plan.tables[i].get_or_init(|| set.clone());
             }
         }
     }

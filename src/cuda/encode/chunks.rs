@@ -147,7 +147,35 @@ pub(super) struct Wave<'a> {
     _memory: (DeviceSlice, Option<DeviceSlice>),
 }
 
-/// Chunks with what the survey found out about them, in device memory.
+/// Chunks whose survey is queued. It needs no tables.
+pub(super) struct Survey {
+    chunks: Vec<EncodeChunk>,
+    sizes: SurveyMemory,
+    states: DeviceSlice,
+    memory: (DeviceSlice, Option<DeviceSlice>),
+}
+
+impl Survey {
+    /// Queues the survey of the chunks of a wave.
+    pub fn of_wave(session: &Session<'_>, source: &Source, jobs: &[Job<'_>]) -> Result<Self> {
+        Self::queue(session, source, trials_of(jobs).map(|(trial, _)| trial))
+    }
+
+    fn queue<'p>(session: &Session<'_>, source: &Source, trials: impl Iterator<Item = Trial<'p>>) -> Result<Self> {
+        let (mut chunks, copies) = source.chunks(session, trials)?;
+        let sizes = survey_memory(&mut chunks);
+        let (survey, states) = (session.alloc(sizes.bytes)?, session.alloc(sizes.states)?);
+        sizes.place(&mut chunks, &survey, &states);
+        let uploaded = session.upload(&chunks)?;
+        session.clear(&states)?;
+        let (count, parts) = (chunks.len() as u32, sizes.parts);
+        let parameter = abi::Encode { chunks: uploaded.address(), count, parts, ..abi::Encode::default() };
+        session.launch(session.kernels.survey, parts, &parameter)?;
+        Ok(Self { chunks, sizes, states, memory: (survey, copies) })
+    }
+}
+
+/// Chunks with what the kernels found out about them, in device memory.
 struct Surveyed {
     chunks: Vec<EncodeChunk>,
     /// The states.
@@ -157,56 +185,53 @@ struct Surveyed {
 }
 
 impl Surveyed {
-    /// Surveys chunks, and for those that are coded with tables chooses their maps and counts their coded lanes.
+    /// Of surveyed chunks that are coded with tables, chooses the maps and counts the coded lanes.
     fn new<'p>(
         session: &Session<'_>,
-        source: &Source,
         tables: &Tables,
-        chunks: impl Iterator<Item = (Trial<'p>, Codec)> + Clone,
+        survey: Survey,
+        trials: impl Iterator<Item = (Trial<'p>, Codec)>,
     ) -> Result<Self> {
-        let (mut described, copies) = source.chunks(session, chunks.clone().map(|(trial, _)| trial))?;
-        let _copied = Drained(session);
-        for (chunk, (trial, _)) in described.iter_mut().zip(chunks).filter(|(_, (_, codec))| *codec == Codec::Conditioned) {
+        let Survey { mut chunks, sizes, states, memory } = survey;
+        for (chunk, (trial, _)) in chunks.iter_mut().zip(trials).filter(|(_, (_, codec))| *codec == Codec::Conditioned) {
             chunk.tables = tables.place(trial.plan, trial.from_base);
         }
-        let mut chunks = described;
-        let memory = survey_memory(&mut chunks);
-        let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
-        memory.place(&mut chunks, &survey, &states);
         let tokens = chunks.iter().map(tokens_of).max().unwrap_or(0);
         let scratch = session.scratch(chunks.len() as u32, tokens)?;
         let uploaded = session.upload(&chunks)?;
         let _drained = Drained(session);
-        session.clear(&states)?;
         let parameter = abi::Encode {
             chunks: uploaded.address(),
             tables: tables.address(),
             scratch: scratch.memory.address(),
             slot_bytes: scratch.slot_bytes,
             count: chunks.len() as u32,
-            parts: memory.parts,
+            parts: sizes.parts,
             ..abi::Encode::default()
         };
-        session.launch(session.kernels.survey, memory.parts, &parameter)?;
         if chunks.iter().any(|chunk| chunk.tables != abi::NO_TABLES) {
             session.launch(session.kernels.choose, scratch.slots, &parameter)?;
-            session.launch(session.kernels.count, memory.parts, &parameter)?;
+            session.launch(session.kernels.count, sizes.parts, &parameter)?;
         }
-        let [found] = session.read([&states.slice(0, memory.states)?])?;
-        Ok(Self { chunks, found, states, memory: (survey, copies) })
+        let [found] = session.read([&states.slice(0, sizes.states)?])?;
+        Ok(Self { chunks, found, states, memory })
     }
 }
 
+/// The lanes and codecs of chunks.
+fn trials_of<'j, 'a>(jobs: &'j [Job<'a>]) -> impl Iterator<Item = (Trial<'a>, Codec)> + use<'j, 'a> {
+    jobs.iter().map(|&(_, plan, number)| {
+        let first = number << plan.chunk_lanes_log2;
+        let lanes = (plan.lanes - first).min(1 << plan.chunk_lanes_log2);
+        let way = way_of(plan);
+        (Trial { plan, from_base: way.from_base, first, lanes }, way.codec)
+    })
+}
+
 impl<'a> Wave<'a> {
-    /// Surveys chunks, and sets the form of each payload that follows from what is found.
-    pub fn new(session: &Session<'_>, source: &Source, tables: &Tables, jobs: &[Job<'a>]) -> Result<Self> {
-        let trials = jobs.iter().map(|&(_, plan, number)| {
-            let first = number << plan.chunk_lanes_log2;
-            let lanes = (plan.lanes - first).min(1 << plan.chunk_lanes_log2);
-            let way = way_of(plan);
-            (Trial { plan, from_base: way.from_base, first, lanes }, way.codec)
-        });
-        let Surveyed { chunks, found, states, memory } = Surveyed::new(session, source, tables, trials)?;
+    /// Chooses maps for the surveyed chunks, and sets the form of each payload that follows from what is found.
+    pub fn new(session: &Session<'_>, tables: &Tables, jobs: &[Job<'a>], survey: Survey) -> Result<Self> {
+        let Surveyed { chunks, found, states, memory } = Surveyed::new(session, tables, survey, trials_of(jobs))?;
         let chunks = jobs.iter().zip(chunks).zip(states_in(&found)).map(|((&job, device), state)| {
             let mut chunk = Chunk { job, device, state };
             chunk.choose_form();
@@ -218,7 +243,8 @@ impl<'a> Wave<'a> {
 
 /// Estimates payloads, as the encoder of the processor does. `tables` has the sets of all plans.
 pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
-    let surveyed = Surveyed::new(session, source, tables, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
+    let survey = Survey::queue(session, source, trials.iter().copied())?;
+    let surveyed = Surveyed::new(session, tables, survey, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
     let result = |((trial, chunk), state): ((&Trial<'_>, &EncodeChunk), EncodeState)| {
         let choice = (chunk.tables != abi::NO_TABLES).then_some((state.cost, state.coded as usize));
         let size = ((u64::from(chunk.lanes) << chunk.lane_log2) as usize, 1 << chunk.lane_log2);

@@ -34,6 +34,11 @@ pub(in crate::cuda) const WORKERS: usize = 2;
 const SHARED: u64 = 64 << 20;
 
 impl Limits {
+    /// The limits of a thread while tables are trained. Training may use what the threads leave.
+    pub fn in_training(self) -> Self {
+        Self { memory: self.memory - self.memory / 8, ..self }
+    }
+
     /// Size of the lanes of a wave, for `total` bytes of lanes in all: waves have about the same size, and threads as many waves.
     pub fn wave_bytes(&self, total: u64) -> u64 {
         let workers = if total < SHARED { 1 } else { WORKERS as u64 };

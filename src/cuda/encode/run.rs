@@ -6,7 +6,7 @@ use super::chunks::{self, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
 use super::limits::{Limits, WORKERS};
-use super::session::{Drained, Memory, Session};
+use super::session::{Drained, Session};
 use super::source::Source;
 use super::train;
 use super::waves::Waves;
@@ -19,6 +19,7 @@ use crate::encode::{Plan, Selection, check_holdable, check_options, report};
 use crate::error::{Error, Result};
 use crate::format::FormatVersion;
 use crate::writer::{FileSpec, Finished, PairBuilder};
+use std::sync::OnceLock;
 
 /// Encodes into `builder`. `files` describes the files that readers rebuild, if all tensors are encoded.
 pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
@@ -38,29 +39,34 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
     let after = job.after.map(|stream| mark(&cx, stream)).transpose()?;
     let known = [job.base_digests, job.target_digests];
     let finished = {
-        // Until waves begin, the memory of the first thread may grow to what the others leave.
+        // While tables are trained, the memory of the first thread may grow to what the others cannot use.
         let memory = job.memory(device);
+        let expected = memory.blob_bytes;
         let mut others: Vec<_> = (1..WORKERS).map(|_| job.memory(device)).collect();
-        others.iter_mut().for_each(|memory| memory.shrink(job.limits.memory - job.limits.memory / 8));
-        let kept: u64 = others.iter().map(Memory::bytes).sum();
-        let in_training = Limits { memory: WORKERS as u64 * job.limits.memory - kept, ..job.limits };
+        let of_others = job.limits.in_training().memory;
+        others.iter_mut().for_each(|memory| memory.shrink(of_others));
+        let in_training = Limits { memory: WORKERS as u64 * job.limits.memory - (WORKERS as u64 - 1) * of_others, ..job.limits };
         let session = Session::new(target, &cx, after.as_ref(), in_training, memory)?;
         let _drained = Drained(&session);
         let digests = Digests::new(&session, job.limits, &source, &selection, &plans, known)?;
-        train::train(&session, &source, job, &mut plans)?;
-        let ways = plans.iter().filter_map(|plan| plan.way.get().map(|way| (plan, way)));
-        let coded = ways.filter(|(_, way)| way.codec == Codec::Conditioned).map(|(plan, way)| (plan, way.from_base));
-        let tables = Tables::upload(&session, coded)?;
-        let mut memory = session.take_memory()?;
-        memory.shrink(job.limits.memory);
-        let expected = memory.blob_bytes;
+        if options.codec == CodecChoice::Device {
+            train::choose(&session, &source, job, &mut plans)?;
+        }
+        let plans = &plans;
+        let train = || {
+            if options.codec != CodecChoice::Device {
+                train::train(&session, &source, job, plans)?;
+            }
+            let ways = plans.iter().filter_map(|plan| plan.way.get().map(|way| (plan, way)));
+            let coded = ways.filter(|(_, way)| way.codec == Codec::Conditioned).map(|(plan, way)| (plan, way.from_base));
+            Tables::upload(&session, coded)
+        };
         let assembly =
-            Assembly { job, selection: &selection, source: &source, plans: &plans, builder, begun: 0, added: 0, expected, digests };
+            Assembly { job, selection: &selection, source: &source, plans, builder, begun: 0, added: 0, expected, digests };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
         let waves = waves(&jobs, &source, job.limits);
-        let waves = Waves { job, after: after.as_ref(), source: &source, tables: &tables, waves };
-        others.insert(0, memory);
-        waves.encode(&session, others, assembly, files)?
+        let waves = Waves { job, after: after.as_ref(), source: &source, tables: OnceLock::new(), waves };
+        waves.encode(&session, others, train, assembly, files)?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
     let report = report(&finished, base_checkpoint, bases);
@@ -156,7 +162,7 @@ mod tests {
             chunk_lanes_log2,
             decode_cost: Favor::Ratio.decode_cost(1 << chunk_lanes_log2),
             lanes: bytes / dtype.lane_bytes() as u64,
-            tables: [None, None],
+            tables: Default::default(),
             derived: None,
             part: None,
             way: Default::default(),

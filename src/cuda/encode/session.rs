@@ -12,7 +12,7 @@ use crate::cuda::runtime::kernels::EncodeKernels;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::stream::Stream;
 use crate::error::{Error, Result};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
 use zerocopy::{Immutable, IntoBytes};
 
@@ -23,7 +23,7 @@ pub(super) struct Session<'a> {
     pub kernels: EncodeKernels,
     stream: Option<OwnStream>,
     after: Option<&'a RawEvent>,
-    limits: Limits,
+    limits: Cell<Limits>,
     memory: RefCell<Memory>,
 }
 
@@ -90,7 +90,7 @@ impl<'a> Session<'a> {
     ) -> Result<Self> {
         let device = &target.device().inner;
         let kernels = device.kernels.encoder(&device.context)?;
-        let memory = RefCell::new(memory);
+        let (limits, memory) = (Cell::new(limits), RefCell::new(memory));
         let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after, limits, memory };
         session.wait_for_caller(session.raw())?;
         Ok(session)
@@ -117,6 +117,15 @@ impl<'a> Session<'a> {
     pub fn take_memory(&self) -> Result<Memory> {
         self.wait()?;
         Ok(self.memory.take())
+    }
+
+    /// Adds memory that no work uses, and sets limits.
+    pub fn extend(&self, memory: Memory, limits: Limits) {
+        let mut own = self.memory.borrow_mut();
+        own.kept.extend(memory.kept);
+        own.payloads.extend(memory.payloads);
+        own.scratch = memory.scratch.or(own.scratch.take());
+        self.limits.set(limits);
     }
 
     /// Returns device memory. Its content is undefined. When it is dropped, later work of the session can use it.
@@ -160,7 +169,7 @@ impl<'a> Session<'a> {
     /// limit.
     fn reserve(&self, memory: &mut Memory, bytes: u64) -> Result<()> {
         let mut has_waited = false;
-        while memory.bytes() + bytes > self.limits.memory {
+        while memory.bytes() + bytes > self.limits.get().memory {
             let free = memory.kept.iter().enumerate().filter(|(_, slice)| !slice.is_shared());
             let largest = free.max_by_key(|(_, slice)| slice.bytes()).map(|(at, _)| at);
             let has_scratch = memory.scratch.as_ref().is_some_and(|scratch| !scratch.memory.is_shared());
@@ -182,7 +191,7 @@ impl<'a> Session<'a> {
     /// Returns scratch memory for a kernel that has at most `blocks` blocks and counts up to `tokens` tokens.
     pub fn scratch(&self, blocks: u32, tokens: u32) -> Result<Scratch> {
         let slot_bytes = abi::ENCODE_CHOOSE_SCRATCH + 4 * abi::ENCODE_ROWS * tokens;
-        let most = (self.limits.scratch / u64::from(slot_bytes)).max(1) as u32;
+        let most = (self.limits.get().scratch / u64::from(slot_bytes)).max(1) as u32;
         let slots = blocks.min(4 * self.device.multiprocessors).min(most);
         let mut memory = self.memory.borrow_mut();
         match &memory.scratch {

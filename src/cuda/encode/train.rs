@@ -7,9 +7,7 @@ use super::session::{Drained, Session};
 use super::source::Source;
 use crate::codec::conditioned::{Sample, tokens_within};
 use crate::cuda::abi;
-use crate::encode::{
-    CodecChoice, Group, PIECE, Pieces, Plan, Surveyor, Trial, TrialResult, choose_ways, group, low_bits, train_with,
-};
+use crate::encode::{Group, PIECE, Pieces, Plan, Surveyor, Trial, TrialResult, choose_ways, group, low_bits, train_with};
 use crate::error::Result;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
@@ -19,13 +17,15 @@ const PIECES: usize = 2048;
 /// Number of rows that are copied to the host with their number.
 const ROWS: usize = 512;
 
-/// Sets tables and way of every plan, as the encoder of the processor does.
-pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
+/// Sets tables and way of every plan for profile `device`, as the encoder of the processor does.
+pub(super) fn choose(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
+    choose_ways(job.options, plans, &mut OnDevice { session, source, job })
+}
+
+/// Sets the tables of every plan, as the encoder of the processor does.
+pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &[Plan]) -> Result<()> {
     let mut surveyor = OnDevice { session, source, job };
-    match job.options.codec {
-        CodecChoice::Device => choose_ways(job.options, plans, &mut surveyor),
-        _ => train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| surveyor.sample(pieces, add)),
-    }
+    train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| surveyor.sample(pieces, add))
 }
 
 /// Reads lanes on the device.

@@ -4,7 +4,7 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{Job as ChunkJob, Tables, Wave};
+use super::chunks::{Job as ChunkJob, Survey, Tables, Wave};
 use super::job::Job;
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
@@ -12,8 +12,9 @@ use super::source::Source;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::error::{Error, Result};
 use crate::writer::{FileSpec, Finished};
+use std::sync::OnceLock;
 use std::sync::mpsc::sync_channel;
-use std::thread;
+use std::{iter, thread};
 
 /// Number of payloads that a thread makes before those before are copied. Dense waves have several, of up to [`Limits::payloads`]
 /// bytes each.
@@ -27,8 +28,17 @@ pub(super) struct Waves<'s, 'a> {
     /// The work of the caller that precedes.
     pub after: Option<&'s RawEvent>,
     pub source: &'s Source,
-    pub tables: &'s Tables,
+    /// Set when training has ended.
+    pub tables: OnceLock<Tables>,
     pub waves: Vec<&'s [ChunkJob<'a>]>,
+}
+
+/// A thread that encodes every `of`th wave, from wave `number` on.
+struct Worker {
+    number: usize,
+    of: usize,
+    /// The memory of its own, if it has some before tables are trained.
+    memory: Option<Memory>,
 }
 
 /// Why a thread ended early: its error, or `None` if another thread had one.
@@ -41,29 +51,40 @@ impl From<Error> for Ended {
 }
 
 impl Waves<'_, '_> {
-    /// Encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`. `session` copies the
-    /// payloads. The threads, as many as there are memories at most, use these for all else.
+    /// Trains tables with `train`, encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`.
+    ///
+    /// `session` trains, and then copies the payloads. The first thread uses its memory after that. Each further thread has one of
+    /// `memories`, and surveys its first wave while tables are trained.
     pub fn encode<W: Blob>(
         &self,
         session: &Session<'_>,
         mut memories: Vec<Memory>,
+        train: impl FnOnce() -> Result<Tables>,
         mut assembly: Assembly<'_, W>,
         files: Vec<FileSpec>,
     ) -> Result<Finished<W>> {
-        let workers = self.waves.len().clamp(1, memories.len().max(1));
-        let unused = memories.split_off(workers.min(memories.len()));
+        let unused = memories.split_off(self.waves.len().saturating_sub(1).min(memories.len()));
+        let train = || {
+            let tables = train()?;
+            self.tables.get_or_init(|| tables);
+            let mut memory = session.take_memory()?;
+            memory.shrink(self.job.limits.memory);
+            Ok::<_, Ended>(memory)
+        };
         let mut blob_bytes = 0;
         let finish = |mut assembly: Assembly<'_, W>| {
             blob_bytes = assembly.blob_bytes();
             Ok::<_, Ended>(assembly.finish(files)?)
         };
-        let encoded = if workers == 1 {
+        let encoded = if memories.is_empty() {
             // Starting a thread takes longer than it would save.
-            let memory = memories.pop().unwrap_or_default();
-            let worked = self.work(0, 1, memory, &mut |payloads| Ok(assembly.add(session, &payloads)?));
-            worked.and_then(|memory| Ok((vec![memory], finish(assembly)?)))
+            train().and_then(|memory| {
+                let worker = Worker { number: 0, of: 1, memory: None };
+                let memory = self.work(worker, || Ok(Some(memory)), &mut |payloads| Ok(assembly.add(session, &payloads)?))?;
+                Ok((vec![memory], finish(assembly)?))
+            })
         } else {
-            self.encode_in_threads(session, memories, assembly, finish)
+            self.encode_in_threads(session, memories, train, assembly, finish)
         };
         // Without an error of its own, the caller's thread ended because another one did, whose error is returned.
         let (used, finished) = encoded.map_err(|Ended(error)| error.unwrap_or(Error::Cancelled))?;
@@ -76,32 +97,45 @@ impl Waves<'_, '_> {
         Ok(finished)
     }
 
-    /// [`Waves::encode`], with a thread per memory. Returns the memories too.
+    /// [`Waves::encode`], with a thread per memory and one that gets its memory from `train`. Returns the memories too.
     fn encode_in_threads<W: Blob>(
         &self,
         session: &Session<'_>,
         memories: Vec<Memory>,
+        train: impl FnOnce() -> Result<Memory, Ended>,
         mut assembly: Assembly<'_, W>,
         finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, Ended>,
     ) -> Result<(Vec<Memory>, Finished<W>), Ended> {
-        let workers = memories.len();
+        let workers = 1 + memories.len();
         let (finished, ended) = thread::scope(|scope| {
-            let (mut threads, mut receivers) = (Vec::new(), Vec::new());
-            for (worker, memory) in memories.into_iter().enumerate() {
+            let (mut threads, mut starts, mut receivers) = (Vec::new(), Vec::new(), Vec::new());
+            for (number, memory) in iter::once(None).chain(memories.into_iter().map(Some)).enumerate() {
+                let (start, started) = sync_channel(1);
                 let (sender, receiver) = sync_channel(AHEAD);
                 let mut sink = move |payloads| sender.send(payloads).map_err(|_| Ended(None));
-                threads.push(scope.spawn(move || self.work(worker, workers, memory, &mut sink)));
+                let worker = Worker { number, of: workers, memory };
+                // Without a sender, training has failed.
+                threads.push(scope.spawn(move || self.work(worker, || started.recv().map_err(|_| Ended(None)), &mut sink)));
+                starts.push(start);
                 receivers.push(receiver);
             }
-            let added = self.waves.iter().zip(receivers.iter().cycle()).try_for_each(|(wave, receiver)| {
-                let mut rest = wave.len();
-                while rest > 0 {
-                    // Without a sender, the thread has ended with an error.
-                    let payloads = receiver.recv().map_err(|_| Ended(None))?;
-                    rest -= payloads.chunks.len();
-                    assembly.add(session, &payloads)?;
-                }
-                Ok::<_, Ended>(())
+            let trained = train().map(|memory| {
+                // A thread that has ended has an error.
+                starts.into_iter().zip(iter::once(Some(memory)).chain(iter::repeat_with(|| None))).for_each(|(start, memory)| {
+                    _ = start.send(memory);
+                });
+            });
+            let added = trained.and_then(|()| {
+                self.waves.iter().zip(receivers.iter().cycle()).try_for_each(|(wave, receiver)| {
+                    let mut rest = wave.len();
+                    while rest > 0 {
+                        // Without a sender, the thread has ended with an error.
+                        let payloads = receiver.recv().map_err(|_| Ended(None))?;
+                        rest -= payloads.chunks.len();
+                        assembly.add(session, &payloads)?;
+                    }
+                    Ok(())
+                })
             });
             // Without a receiver, a thread ends with its next payloads.
             drop(receivers);
@@ -125,21 +159,30 @@ impl Waves<'_, '_> {
         finished.map(|finished| (memories, finished))
     }
 
-    /// Encodes every `workers`th wave, from wave `worker` on, and returns the memory.
+    /// Encodes the waves of a worker, and returns the memory. `start` waits until tables are trained, and returns memory of the
+    /// training.
     fn work(
         &self,
-        worker: usize,
-        workers: usize,
-        memory: Memory,
+        worker: Worker,
+        start: impl FnOnce() -> Result<Option<Memory>, Ended>,
         sink: &mut dyn FnMut(Payloads) -> Result<(), Ended>,
     ) -> Result<Memory, Ended> {
-        let device = &self.job.target.device().inner;
-        let cx = device.context.enter()?;
-        let session = Session::new(self.job.target, &cx, self.after, self.job.limits, memory)?;
+        let Self { job, source, .. } = *self;
+        let mut waves = self.waves.iter().skip(worker.number).step_by(worker.of).peekable();
+        let cx = job.target.device().inner.context.enter()?;
+        let has_memory = worker.memory.is_some();
+        let session = Session::new(job.target, &cx, self.after, job.limits.in_training(), worker.memory.unwrap_or_default())?;
         let _drained = Drained(&session);
-        for jobs in self.waves.iter().skip(worker).step_by(workers) {
-            let mut wave = Wave::new(&session, self.source, self.tables, jobs)?;
-            payloads::write(&session, self.tables, self.job.limits, &mut wave, sink)?;
+        let mut first = match waves.peek() {
+            Some(jobs) if has_memory => Some(Survey::of_wave(&session, source, jobs)?),
+            _ => None,
+        };
+        session.extend(start()?.unwrap_or_default(), job.limits);
+        let tables = self.tables.get().ok_or(Ended(None))?;
+        for jobs in waves {
+            let survey = first.take().map_or_else(|| Survey::of_wave(&session, source, jobs), Ok)?;
+            let mut wave = Wave::new(&session, tables, jobs, survey)?;
+            payloads::write(&session, tables, job.limits, &mut wave, sink)?;
         }
         Ok(session.take_memory()?)
     }
