@@ -3,8 +3,8 @@
 /// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
 ///
 /// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the survey of a wave, `scratch` and
-/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow. Training precedes these threads, and may use
-/// the memory of all of them.
+/// `wave`; when streams are written, `wave` and `payloads`, twice if streams overflow. While tables are trained, the first thread
+/// has no memory, the others have that of [`Limits::in_training`], and training has the rest.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Limits {
     /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes. A wave may have one chunk more.

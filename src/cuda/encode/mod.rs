@@ -9,7 +9,7 @@
 //! | `train` | samples for tables; the tables are made on the host |
 //! | `blob` | the blob, in a file or in memory |
 //! | `payloads` | streams and payloads |
-//! | `waves` | waves of chunks, encoded while the payloads of those before are copied |
+//! | `waves` | waves of chunks, surveyed while tables are trained, encoded while the payloads of those before are copied |
 //! | `assembly` | the pair, in the order of its tensors |
 //! | `digests` | digests of tensors, hashed on the device |
 //! | `limits` | sizes of memory |

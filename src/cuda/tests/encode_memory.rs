@@ -72,7 +72,7 @@ fn device_memory_is_within_its_bound() {
             let in_waves = in_waves.lock().unwrap();
             assert!(in_waves.len() > 2, "{dtype}, {what}: {} payloads", in_waves.len());
             let most = in_waves.iter().skip(1).max().unwrap() - before;
-            // Payloads of at most five ranges of each thread exist at a time, in memory whose size is rounded up too.
+            // Payloads of a few ranges of each thread exist at a time, in memory whose size is rounded up too.
             let bound = WORKERS as u64 * memory + found.blob().len() as u64 + 10 * STEP + DIGESTS;
             assert!(most <= bound, "{dtype}, {what}: {most} bytes of device memory, expected at most {bound}");
         }
