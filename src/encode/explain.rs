@@ -232,13 +232,13 @@ impl<'a, B: Source> Explain<'a, B> {
         &self,
         base: &dyn Checkpoint,
         target: &dyn Checkpoint,
-        mut plans: Vec<Plan>,
+        plans: Vec<Plan>,
         options: &EncodeOptions,
         tensors: &mut [TensorExplanation],
     ) -> Result<()> {
         let index = self.pair.index();
         let workers = Pool::new(Worker::default);
-        train(Some(base), target, options, &mut plans, &workers, &self.watcher)?;
+        train(Some(base), target, options, &plans, &workers, &self.watcher)?;
         let changed = index.tensors().filter(|tensor| changes(self.pair, tensor));
         in_batches(
             changed.flat_map(|tensor| tensor.chunks().map(move |chunk| (tensor, chunk))),
