@@ -176,7 +176,7 @@ impl DevicePair {
         digests: bool,
     ) -> PyResult<PlanOfAll> {
         let is_whole = matches!(tensors, Tensors::Whole(_));
-        let (tensors, base) = (tensors.unowned(py), base.unowned(py));
+        let (tensors, base) = (tensors.into_unowned(py), base.into_unowned(py));
         let plan = || {
             let (pair, index) = (self.pair.clone(), self.index.clone());
             let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base };
@@ -193,7 +193,7 @@ impl DevicePair {
     #[pyo3(signature = (pairs, tensors, *, scratch))]
     fn chain_bytes(py: Python<'_>, pairs: Vec<Py<Self>>, tensors: Tensors, scratch: Option<u64>) -> PyResult<u64> {
         let is_whole = matches!(tensors, Tensors::Whole(_));
-        let tensors = tensors.unowned(py);
+        let tensors = tensors.into_unowned(py);
         let bytes = || -> Result<u64> {
             let (steps, bound) = (steps(&pairs), bound_to_last(&pairs, tensors, is_whole)?);
             let slices = bound.slices()?;
@@ -220,7 +220,7 @@ impl DevicePair {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<bool> {
         let is_whole = matches!(tensors, Tensors::Whole(_));
-        let tensors = tensors.unowned(py);
+        let tensors = tensors.into_unowned(py);
         let total = tensors.iter().map(SliceMemory::size).sum();
         // Not on a thread of the pool: it may be within the read that this waits for.
         let steps = py.detach(|| steps(&pairs));

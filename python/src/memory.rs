@@ -13,7 +13,7 @@ use tpde::{Checkpoint, Dtype, FusedSlices, MemoryCheckpoint, Rectangle, Result, 
 /// The address stays valid while the object is held, unless the owner's memory is freed by other means. The caller of the public
 /// function promises that nothing else writes the memory during the call, and that nothing else reads memory being written.
 #[derive(FromPyObject)]
-pub struct Memory(String, String, Vec<u64>, usize, usize, #[expect(dead_code, reason = "held to keep the memory alive")] Py<PyAny>);
+pub struct Memory(String, String, Vec<u64>, usize, usize, #[allow(dead_code, reason = "held to keep the memory alive")] Py<PyAny>);
 
 impl Memory {
     pub fn name(&self) -> &str {
@@ -183,14 +183,13 @@ impl Tensors {
     }
 
     /// All tensors as slices, without their owners, which do not keep the memory alive.
-    pub fn unowned(&self, py: Python<'_>) -> Vec<SliceMemory> {
-        match self {
-            Self::Whole(tensors) => tensors.iter().map(|tensor| SliceMemory::whole(tensor.unowned(py))).collect(),
-            Self::Slices(slices) => {
-                let unowned = |slice: &SliceMemory| SliceMemory(slice.0.unowned(py), slice.1.clone(), slice.2.clone(), slice.3);
-                slices.iter().map(unowned).collect()
-            }
-        }
+    pub fn into_unowned(self, py: Python<'_>) -> Vec<SliceMemory> {
+        let mut slices = match self {
+            Self::Whole(tensors) => tensors.into_iter().map(SliceMemory::whole).collect(),
+            Self::Slices(slices) => slices,
+        };
+        slices.iter_mut().for_each(|slice| slice.0.5 = py.None());
+        slices
     }
 
     /// The rectangles of slices, by name of the tensor.

@@ -86,6 +86,12 @@ impl<'a> TensorSlice<'a> {
         bind(index, slices, Some(base))
     }
 
+    /// Returns whether the memory is that of a whole tensor that the pair describes as one entry, without gaps between rows. Such a slice
+    /// needs no further checks.
+    fn is_all_of(&self, tensor: &TensorOnDevice) -> bool {
+        tensor.is_whole() && self.pitch.is_none() && self.rectangle == tensor.rectangle && self.memory.bytes() == tensor.bytes
+    }
+
     /// Checks the slice of a tensor of this dtype and shape.
     fn check(&self, dtype: Dtype, shape: &[u64]) -> Result<()> {
         SliceLayout::new(self.name, dtype, shape, &self.rectangle, self.pitch, self.memory.bytes()).map(|_| ())
@@ -138,6 +144,10 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
             return Err(Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(slice.name))));
         }
         let first = index.tensor(entries.start)?;
+        if base.is_none() && slice.is_all_of(first) {
+            bindings.push(Binding::in_place(entries.start, slice.memory.clone()));
+            continue;
+        }
         slice.check(first.dtype, &first.whole_shape)?;
         let parts: Vec<_> = index.uploaded.tensors[entries.clone()].iter().map(|tensor| tensor.rectangle.clone()).collect();
         if let Some(missing) = first_gap(&parts, &slice.rectangle) {
