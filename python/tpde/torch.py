@@ -1,7 +1,7 @@
 """Pairs and PyTorch: state dicts, live parameters, and streams of weights for inference engines.
 
 Tensors are on the CPU or on a CUDA device. On a device, kernels decode pairs on PyTorch's current stream, in memory of its
-allocator: besides the tensors, the compressed bytes and at most 64 MiB, and 128 MiB more where ``apply_`` checks everything before
+allocator: besides the tensors, the compressed bytes and at most 64 MiB, and 512 MiB more where ``apply_`` checks everything before
 it writes. Calls return when their outcome is known.
 :class:`DevicePair` keeps a pair on the device for repeated use.
 

@@ -115,6 +115,11 @@ impl Launcher<'_> {
         self.prepared.digests.as_ref()?.beside.as_ref().map(OwnStream::raw).filter(|_| !self.in_order)
     }
 
+    /// Returns the stream that hashes batches of targets while others are rebuilt.
+    fn hashing(&self) -> Option<RawStream> {
+        self.prepared.targets.as_ref()?.beside.as_ref().map(OwnStream::raw).filter(|_| !self.in_order)
+    }
+
     /// Returns the address of the flag that a wrong digest sets: if it is set, nothing is stored in place.
     fn digest_flag(&self) -> u64 {
         if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 }
@@ -146,15 +151,27 @@ impl Launcher<'_> {
     }
 
     /// Queues the comparison of the targets with their digests if everything is checked before it is stored: batch by batch, in
-    /// scratch memory. All payloads are in the order of the stream. The chunks get the status words that the dry pass gives them.
+    /// scratch memory. One batch is rebuilt while another one is hashed. All payloads are in the order of the stream. The chunks
+    /// get the status words that the dry pass gives them.
     fn compare_batches(&self, blob: u64, stream: RawStream) -> Result<()> {
         let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
-        for batch in &plan.batches {
+        let hashing = self.hashing();
+        // The ends of the hashes of both slots of the scratch memory.
+        let mut hashed: [Option<RawEvent>; 2] = [None, None];
+        for (n, batch) in plan.batches.iter().enumerate() {
+            if let Some(hashed) = hashed[n % 2].take() {
+                hashed.hold(self.cx, stream)?;
+            }
             self.launch_runs(&batch.runs, targets.table_of(batch), stream, blob, mode::OUT_OF_PLACE)?;
-            // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed.
-            unsafe { targets.compare(self.cx, stream, &batch.hashes, self.digest_flag())? };
+            if let Some(hashing) = hashing {
+                self.after(stream, hashing)?;
+            }
+            // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed. Launches with the
+            // same nodes are on one stream.
+            unsafe { targets.compare(self.cx, hashing.unwrap_or(stream), &batch.hashes, self.digest_flag())? };
+            hashed[n % 2] = hashing.map(|hashing| self.mark(hashing)).transpose()?;
         }
-        Ok(())
+        hashing.map_or(Ok(()), |hashing| self.after(hashing, stream))
     }
 
     /// Queues the comparison of the targets with their digests where they are stored.
@@ -202,6 +219,7 @@ impl Launcher<'_> {
     /// Makes the stream wait for all other streams with queued work. Called after an error.
     pub fn gather(&self) -> Result<()> {
         self.after(self.prepared.index.device().inner.copy.raw(), self.stream)?;
+        self.hashing().map_or(Ok(()), |hashing| self.after(hashing, self.stream))?;
         self.join()
     }
 

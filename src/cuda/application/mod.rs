@@ -38,8 +38,7 @@ struct Unwinding<'a>(&'a Launcher<'a>);
 impl Drop for Unwinding<'_> {
     fn drop(&mut self) {
         let Launcher { prepared, cx, stream, .. } = *self.0;
-        let beside = prepared.digests.as_ref().and_then(|digests| digests.beside.as_ref());
-        let sides = prepared.sides.iter().chain(beside).map(OwnStream::raw);
+        let sides = prepared.streams().map(OwnStream::raw);
         [prepared.index.device().inner.copy.raw(), stream].into_iter().chain(sides).for_each(|stream| driver::drain(cx, stream));
         _ = prepared.reset(cx, stream);
         driver::drain(cx, stream);

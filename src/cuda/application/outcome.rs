@@ -111,6 +111,12 @@ impl Captured {
 
 /// Returns all chunks of the application with their status words, in the order of the index map.
 fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
+    let decoded = decoded(prepared, words);
+    decoded.map(move |(chunk, status)| (chunk, with_digest(status, digest_status(prepared, words, chunk))))
+}
+
+/// Returns all chunks with the status words of the kernels that decode them. Digests of payloads are left out.
+fn decoded<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
     let tensors = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let chunks = tensors.flat_map(|tensor| tensor.chunks());
     let span = &prepared.schedule.span;
@@ -120,7 +126,7 @@ fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterato
         // An error of a frame takes precedence, because it made `tpde_raw` refuse the payload.
         let frame_status = if prepared.frames.is_some() { words.word(prepared.own_status_words() + at) } else { STATUS_OK };
         let status = if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status };
-        (chunk, with_digest(status, digest_status(prepared, words, chunk)))
+        (chunk, status)
     })
 }
 
@@ -182,7 +188,9 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
     if prepared.mode != Mode::InPlace(InPlace::ChunkByChunk) {
         return Err(first);
     }
-    let written: Vec<u32> = statuses(prepared, words).filter(|(_, status)| *status == STATUS_OK).map(|(chunk, _)| chunk).collect();
+    // A chunk whose digest is compared before it is decoded is not decoded if that differs.
+    let written = decoded(prepared, words).filter(|(_, status)| *status == STATUS_OK);
+    let written: Vec<u32> = written.map(|(chunk, _)| chunk).collect();
     // Chunks without changes count as written. If only such chunks were written, the tensors still hold the base.
     let changes = |&chunk: &u32| {
         let tensor = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
@@ -192,7 +200,7 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
     if !written.iter().any(changes) {
         return Err(first);
     }
-    Err(Error::Poisoned { written, total: statuses(prepared, words).count() as u32, source: Box::new(first) })
+    Err(Error::Poisoned { written, total: decoded(prepared, words).count() as u32, source: Box::new(first) })
 }
 
 /// Returns the error of the first target that does not have its digest.

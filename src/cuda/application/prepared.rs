@@ -175,23 +175,32 @@ impl Prepared {
             frames.set_digests(digests.statuses());
         }
         let table_at = at(offsets.table) + table_bytes(bindings);
-        let targets = hash
+        let mut targets = hash
             .zip(plan.targets())
             .map(|(hash, targets)| DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), rows_at.is_some()));
         // Taken last, so that an earlier error leaks no stream.
-        let sides = match schedule.slices.len() {
+        let mut sides = match schedule.slices.len() {
             0 | 1 => Vec::new(),
             slices => (0..slices.min(SIDES)).map(|_| device.pools.stream(&cx)).collect::<Result<_>>()?,
         };
-        // Chunks that are written one by one, and frames for nvCOMP, must be compared before they are decoded.
-        if let Some(digests) = digests.as_mut().filter(|_| mode != Mode::InPlace(InPlace::ChunkByChunk) && frames.is_none()) {
-            match device.pools.urgent_stream(&cx) {
-                Ok(stream) => digests.beside = Some(stream),
-                Err(e) => {
-                    sides.into_iter().for_each(|side| device.pools.take_back(&cx, side));
-                    return Err(e);
-                }
+        // Payloads with an entry in a payload list are compared before their chunks are written one by one, and frames before
+        // nvCOMP expands them. A payload root alone is compared after all payloads have been hashed, so it stops no chunk.
+        let stops_chunks = mode == Mode::InPlace(InPlace::ChunkByChunk) && digest_plan.is_some_and(|plan| plan.list.is_none());
+        let taken = (|| {
+            if let Some(digests) = digests.as_mut().filter(|_| !stops_chunks && frames.is_none()) {
+                digests.beside = Some(device.pools.urgent_stream(&cx)?);
             }
+            let has_batches = plan.targets().is_some_and(|targets| targets.batches.len() > 1);
+            if let Some(targets) = targets.as_mut().filter(|_| has_batches) {
+                targets.beside = Some(device.pools.stream(&cx)?);
+            }
+            Ok(())
+        })();
+        if let Err(e) = taken {
+            sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
+            let beside = digests.as_mut().and_then(|digests| digests.beside.take());
+            beside.into_iter().for_each(|stream| device.pools.take_back_urgent(&cx, stream));
+            return Err(e);
         }
         drop(cx);
         let ApplyPlan { ref index, ref bindings, compared, .. } = plan;
@@ -223,6 +232,13 @@ impl Prepared {
             ready,
             last_launch,
         })
+    }
+
+    /// Returns all streams of this application beside that of the caller.
+    pub fn streams(&self) -> impl Iterator<Item = &OwnStream> {
+        let of_digests = self.digests.as_ref().and_then(|digests| digests.beside.as_ref());
+        let of_targets = self.targets.as_ref().and_then(|targets| targets.beside.as_ref());
+        self.sides.iter().chain(of_digests).chain(of_targets)
     }
 
     /// Returns the address of the status word of the first chunk of the span.
@@ -290,6 +306,9 @@ impl Drop for Prepared {
             self.sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
             if let Some(beside) = self.digests.as_mut().and_then(|digests| digests.beside.take()) {
                 device.pools.take_back_urgent(&cx, beside);
+            }
+            if let Some(beside) = self.targets.as_mut().and_then(|targets| targets.beside.take()) {
+                device.pools.take_back(&cx, beside);
             }
         }
     }

@@ -4,7 +4,7 @@ use crate::cuda::abi::{DeviceTensor, TensorRows};
 use crate::cuda::hashes::{HashLaunch, HashSlice};
 use crate::cuda::plan::Offsets;
 use crate::cuda::plan::targets::{Batch, Targets};
-use crate::cuda::runtime::driver::{Entered, Kernel, RawStream};
+use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
 use crate::error::Result;
 
 /// The addresses of what is hashed and compared.
@@ -17,6 +17,8 @@ pub(super) struct DeviceTargets {
     /// 0 if no tensor is strided.
     rows: u64,
     pub scratch: u64,
+    /// Stream that hashes batches while the next ones are rebuilt. `None` if one stream does both in turn.
+    pub beside: Option<OwnStream>,
 }
 
 /// The tensor table of a launch: addresses that element 0 would have.
@@ -47,6 +49,7 @@ impl DeviceTargets {
             tensors: table,
             rows: if is_strided { table + rows } else { 0 },
             scratch: at_zero + offsets.target_scratch,
+            beside: None,
         }
     }
 

@@ -147,9 +147,10 @@ impl<'a> ApplyPlan<'a> {
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
     /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases, the
-    /// payloads if they are copied, and in place the lists of changes, up to `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the
-    /// root, and 16 to 70 per 32 KiB of a payload. Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the
-    /// targets. With [`InPlace::AllChecked`] it also adds the targets, up to 128 MiB, or one chunk if that is larger.
+    /// payloads if they are copied, and in place the lists of changes, up to `max_scratch_bytes`. Comparing payload digests adds 4
+    /// per chunk, 16 per chunk of the pair if the index has only the root, and 16 to 70 per 32 KiB of a payload. Comparing digests
+    /// of tensors adds 68 per tensor and 34 per 32 KiB of the targets. With [`InPlace::AllChecked`] it also adds the targets, up to
+    /// 512 MiB, or two chunks if these are larger.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
     }
@@ -175,7 +176,7 @@ impl<'a> ApplyPlan<'a> {
     /// | mode | compared | cost |
     /// |---|---|---|
     /// | out of place | after all tensors are written | a hash of the targets |
-    /// | [`InPlace::AllChecked`] | before anything is written: the targets are rebuilt in scratch memory first, 128 MiB at a time | a hash of the targets, and decoding once more |
+    /// | [`InPlace::AllChecked`] | before anything is written: the targets are rebuilt in scratch memory first, 256 MiB at a time | a hash of the targets, and decoding once more |
     /// | [`InPlace::ChunkByChunk`] | after all chunks are written; a wrong digest is [`Error::Poisoned`] | a hash of the targets |
     #[must_use]
     pub fn digests(self, compared: bool) -> Self {

@@ -15,9 +15,9 @@ use crate::format::DIGEST_SIZE;
 use std::collections::BTreeMap;
 use zerocopy::IntoBytes;
 
-/// Maximum size of the targets of a batch in bytes, except that a batch has at least one chunk.
+/// Maximum size of the targets of a batch in bytes, except that a batch has at least one chunk. Scratch memory holds two batches.
 #[cfg(not(test))]
-const BATCH_BYTES: u64 = 128 << 20;
+const BATCH_BYTES: u64 = 256 << 20;
 
 #[cfg(test)]
 thread_local! {
@@ -59,6 +59,16 @@ pub(in crate::cuda) struct Targets {
     rows: Vec<TensorRows>,
 }
 
+/// Returns the size of a full chunk in bytes.
+fn chunk_bytes(tensor: &DeviceTensor) -> u64 {
+    1 << (tensor.chunk_lanes_log2 + tensor.lane_log2)
+}
+
+/// Returns the step of the first bytes of parts: a part begins with a chunk, and with a piece.
+fn step_of(tensor: &DeviceTensor) -> u64 {
+    chunk_bytes(tensor).max(PIECE)
+}
+
 impl Targets {
     pub fn new(index: &DeviceIndex, bindings: &[Binding], schedule: &Schedule, mode: Mode) -> Result<Self> {
         let digest = |binding: &Binding| Ok(index.tensor(binding.tensor)?.digests.target_digest);
@@ -83,17 +93,20 @@ impl Targets {
         Ok(targets)
     }
 
-    /// Divides the chunks into batches. A batch has consecutive chunks of each of its tensors.
+    /// Divides the chunks into batches, which take turns in two slots of the scratch memory. A batch has consecutive chunks of each
+    /// of its tensors.
     fn in_batches(&mut self, index: &DeviceIndex, bindings: &[Binding], schedule: &Schedule, batch_bytes: u64) -> Result<()> {
         let mut batch_of = vec![0; schedule.span.len()];
+        let mut slot_bytes = batch_bytes;
+        for binding in bindings {
+            slot_bytes = slot_bytes.max(step_of(&index.tensor(binding.tensor)?.device));
+        }
         let (mut used, mut last): (u64, Option<HashSlice>) = (0, None);
         let mut first = None;
         for binding in bindings {
             let tensor = index.tensor(binding.tensor)?;
-            let (lane_log2, device) = (tensor.device.lane_log2, tensor.device);
-            let chunk_bytes = 1u64 << (device.chunk_lanes_log2 + lane_log2);
-            // Parts begin with a piece.
-            let step = chunk_bytes.max(PIECE);
+            let device = tensor.device;
+            let (chunk_bytes, step) = (chunk_bytes(&device), step_of(&device));
             let range = self.plan.begin(tensor.bytes)?;
             let mut start = 0;
             loop {
@@ -109,7 +122,8 @@ impl Targets {
                 self.tensors.resize(first_entry + binding.tensor - first_tensor + 1, DeviceTensor::default());
                 self.rows.resize(self.tensors.len(), tensor_rows(None, None));
                 let entry = self.tensors.len() - 1;
-                let origin = used.wrapping_sub(start);
+                let slot = self.batches.len() as u64 % 2 * slot_bytes;
+                let origin = (slot + used).wrapping_sub(start);
                 let codec = binding.codec(&device);
                 self.tensors[entry] = DeviceTensor { base: binding.output.address(), output: origin, codec, ..device };
                 self.rows[entry] = tensor_rows(binding.output_rows, None);
@@ -118,7 +132,7 @@ impl Targets {
                 let of_part = chunks.skip((start / chunk_bytes) as usize).take(part.div_ceil(chunk_bytes) as usize);
                 of_part.for_each(|chunk| batch_of[(chunk - schedule.span.start) as usize] = self.batches.len());
                 used = (used + part).next_multiple_of(MEMORY_ALIGN);
-                self.scratch_bytes = self.scratch_bytes.max(used);
+                self.scratch_bytes = self.scratch_bytes.max(slot + used);
                 start += part;
                 if start == tensor.bytes {
                     break;
