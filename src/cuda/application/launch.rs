@@ -81,14 +81,20 @@ impl Launcher<'_> {
             if self.compares_first() {
                 self.hash(n, side, blob)?;
             }
-            // Recorded before the slice is decoded. But decoding is queued first, so it need not wait for the calls.
-            let staged = self.beside().map(|beside| self.mark(side).map(|mark| (beside, mark))).transpose()?;
+            let beside = self.beside();
+            // Recorded before the slice is decoded.
+            beside.map_or(Ok(()), |beside| self.after(side, beside))?;
+            // Codec `raw` is decoded faster than its payloads are hashed. If its blocks came first, the warps that hash would gather
+            // on the few multiprocessors that are idle. Otherwise decoding is queued first, so it need not wait for the calls.
+            let hashes_first = slice.runs.iter().all(|run| run.group.decoder() == Decoder::Raw);
+            if hashes_first && let Some(beside) = beside {
+                self.hash(n, beside, blob)?;
+            }
             if !hashes_all_first {
                 self.expand_frames(slice, side, blob)?;
                 self.launch(slice, side, blob, self.first_mode())?;
             }
-            if let Some((beside, mark)) = staged {
-                mark.hold(self.cx, beside)?;
+            if !hashes_first && let Some(beside) = beside {
                 self.hash(n, beside, blob)?;
             }
         }
