@@ -94,7 +94,7 @@ impl DeviceCheckpoint {
         Self::upload_watched(device, checkpoint, &|_| {})
     }
 
-    /// [`DeviceCheckpoint::upload`] with a watcher, which is told of bytes that were read.
+    /// [`DeviceCheckpoint::upload`] with a watcher. It gets the number of bytes of each read.
     ///
     /// # Errors
     /// The errors of [`DeviceCheckpoint::upload`], and any error of the watcher.

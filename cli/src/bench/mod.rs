@@ -34,8 +34,8 @@ use tpde::{Checkpoint, EncodeOptions, MemoryCheckpoint, SafetensorsCheckpoint, T
 ///
 /// With --device cuda: times to encode the target on the device, from device memory to pinned memory (not codec zstd); times to
 /// rebuild it, out of place and in place, from payloads in device memory, in pinned memory and in host memory; and times to copy it
-/// instead. Measures the codecs conditioned, raw and zstd, or only --codec, which may be device. Checkpoints are then read as needed, so they can be
-/// larger than memory.
+/// instead. Measures the codecs conditioned, raw and zstd, or only --codec, which may be device. Checkpoints are then read as
+/// needed, so they can be larger than memory.
 #[derive(Args)]
 pub struct Bench {
     /// Base checkpoint: a .safetensors file, or a folder of such files. On the CPU, both checkpoints are read into memory

@@ -82,10 +82,10 @@ impl Launcher<'_> {
                 self.hash(n, side, blob)?;
             }
             let beside = self.beside();
-            // Recorded before the slice is decoded.
+            // Hashing waits for the payloads, not for their decoding.
             beside.map_or(Ok(()), |beside| self.after(side, beside))?;
-            // Codec `raw` is decoded faster than its payloads are hashed. If its blocks came first, the warps that hash would gather
-            // on the few multiprocessors that are idle. Otherwise decoding is queued first, so it need not wait for the calls.
+            // Codec `raw` is decoded faster than its payloads are hashed. If decoding were queued first, its blocks would fill most
+            // multiprocessors, and all warps that hash would share the others. Other codecs decode longer, so they are queued first.
             let hashes_first = slice.runs.iter().all(|run| run.group.decoder() == Decoder::Raw);
             if hashes_first && let Some(beside) = beside {
                 self.hash(n, beside, blob)?;

@@ -93,8 +93,8 @@ impl Targets {
         Ok(targets)
     }
 
-    /// Divides the chunks into batches, which take turns in two slots of the scratch memory. A batch has consecutive chunks of each
-    /// of its tensors.
+    /// Divides the chunks into batches. A batch has consecutive chunks of each of its tensors. The scratch memory has two slots, and
+    /// batches use them in turn.
     fn in_batches(&mut self, index: &DeviceIndex, bindings: &[Binding], schedule: &Schedule, batch_bytes: u64) -> Result<()> {
         let mut batch_of = vec![0; schedule.span.len()];
         let mut slot_bytes = batch_bytes;
