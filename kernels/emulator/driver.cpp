@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <sys/mman.h>
@@ -180,6 +181,18 @@ u64 rarity;
 
 double now() {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// With TPDE_PAUSES=N, one call in eight sleeps, for up to N microseconds, before anything else. This varies the order in
+// which threads of the host come to their calls.
+void pause_at_random() {
+    static const u64 longest = [] {
+        const char* text = getenv("TPDE_PAUSES");
+        return text ? strtoull(text, nullptr, 0) : 0;
+    }();
+    if (!longest) return;
+    thread_local std::minstd_rand random(std::random_device{}());
+    if (random() % 8 == 0) usleep((useconds_t)(random() % longest));
 }
 
 // ---- Progress ----
@@ -460,7 +473,9 @@ Context primary[DEVICES];
 
 } // namespace
 
-#define LOCKED std::lock_guard<std::recursive_mutex> lock(driver_mutex)
+#define LOCKED                                                                                                         \
+    pause_at_random();                                                                                                 \
+    std::lock_guard<std::recursive_mutex> lock(driver_mutex)
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 // Calls that may be refused begin with one of two macros: MAY_BE_REFUSED if the call queues, creates or waits, else
 // MAY_FAIL. Calls that release something end with DONE: they release it even if they are refused.
