@@ -9,7 +9,7 @@
 use super::emulated::emulator;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 
 /// Returns whether this process runs on the stand-in. The stand-in is slow, so tests are smaller there.
 pub fn is_used() -> bool {
@@ -134,12 +134,52 @@ fn run(order: &str, skipped: &[&str], least: u32) {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let (told, errors) = (text(&output.stdout), text(&output.stderr));
     let again = format!("once more: LD_LIBRARY_PATH={}/driver TPDE_STAND_IN={order}", emulator::folder().display());
-    assert!(output.status.success(), "{told}{errors}\n{}: {again}", output.status);
+    assert!(output.status.success(), "{again}\n\n{}", failures(&told, &errors, output.status));
     let passed = told.split_once("ok. ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok()).unwrap_or(0);
-    assert!(passed >= least, "{passed} of {least}: {told}");
+    assert!(passed >= least, "{passed} tests passed, expected at least {least}\n{}", tail(&told, 3));
     // For the summary of scripts/test.
     let counts = format!("order {order}, {passed} tests passed\n");
     std::fs::write(emulator::folder().join(format!("stand-in.{order}")), counts).unwrap();
+}
+
+/// Returns what the failed tests printed, from the output of a run of tests one after the other. If the process died, the last test
+/// that began has failed.
+fn failures(told: &str, errors: &str, status: ExitStatus) -> String {
+    const SECTIONS: &str = "\nfailures:\n\n";
+    const NAMES: &str = "\nfailures:\n    ";
+    match told.split_once(SECTIONS) {
+        Some((_, sections)) => sections.split(NAMES).next().unwrap_or(sections).to_owned(),
+        None => {
+            let begun = told.lines().rev().find_map(|line| line.strip_prefix("test ")?.split_once(" ... "));
+            let name = begun.map_or("no test", |(name, _)| name);
+            format!("---- {name} stdout ----\nthe process of the tests died: {status}\n{}\n", tail(errors, LINES))
+        }
+    }
+}
+
+/// Number of lines that are shown of a process that died.
+const LINES: usize = 30;
+
+/// The last lines of a text.
+fn tail(text: &str, count: usize) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(count)..].join("\n")
+}
+
+/// Only failed tests are shown, and the test in which a process died: logs of CI are cut in the middle.
+#[test]
+#[cfg(unix)]
+fn failures_are_those_of_the_run() {
+    use std::os::unix::process::ExitStatusExt;
+    let (failed, killed) = (ExitStatus::from_raw(101 << 8), ExitStatus::from_raw(9));
+    let told = "\nrunning 3 tests\ntest a ... ok\ntest b ... FAILED\ntest c ... FAILED\n\nfailures:\n\n---- b stdout ----\nwhy b\n\n\
+                ---- c stdout ----\nwhy c\n\n\nfailures:\n    b\n    c\n\ntest result: FAILED. 1 passed; 2 failed\n\n";
+    assert_eq!(failures(told, "noise", failed).trim_end(), "---- b stdout ----\nwhy b\n\n---- c stdout ----\nwhy c");
+    let errors: String = (0..100).map(|n| format!("line {n}\n")).collect();
+    let shown = failures("\nrunning 3 tests\ntest a ... ok\ntest b::c ... ", &errors, killed);
+    assert!(shown.starts_with("---- b::c stdout ----\nthe process of the tests died: signal: 9"), "{shown}");
+    assert!(shown.contains("line 99") && shown.contains("line 70") && !shown.contains("line 69\n"), "{shown}");
+    assert!(failures("", "", failed).contains("no test"));
 }
 
 /// Tests of kernels alone, which do not depend on the order of streams, and a test that needs checkpoints.
