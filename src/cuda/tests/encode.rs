@@ -128,14 +128,17 @@ fn pairs_have_the_bytes_of_the_processor() {
     };
     for &dtype in Dtype::ALL {
         let tensors = tensors_of(dtype, u64::from(dtype.code()), sizes, rarities);
-        for codec in [Codec::Conditioned.into(), Codec::Raw.into(), CodecChoice::Device] {
+        // On the stand-in, the profile is checked with one dtype per width.
+        let has_profile = !stand_in::is_used() || [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64].contains(&dtype);
+        let profile = has_profile.then_some(CodecChoice::Device);
+        for codec in [Codec::Conditioned.into(), Codec::Raw.into()].into_iter().chain(profile) {
             let options = EncodeOptions::default().codec(codec).chunk_lanes(1 << 13);
             tensors.check(&options, Limits::default(), &format!("{dtype}, {}", codec.name()));
         }
         // Without a base: coded from zeros.
         let mut without = tensors_of(dtype, u64::from(dtype.code()) + 100, &sizes[sizes.len().min(4) - 1..], &[1]);
         without.base.clear();
-        for codec in [Codec::Conditioned.into(), CodecChoice::Device] {
+        for codec in [Codec::Conditioned.into()].into_iter().chain(profile) {
             without.check(&EncodeOptions::default().codec(codec), Limits::default(), &format!("{dtype}, no base"));
         }
     }

@@ -45,14 +45,16 @@ fn frames_of_every_layout_are_expanded_on_the_device() {
     let device = super::device();
     let Some(nvcomp) = nvcomp("frames") else { return };
     let mut runs = 0;
-    for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+    for (i, dtype) in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64].into_iter().enumerate() {
         let data = data(dtype);
         let base = MemoryCheckpoint::new(data.iter().map(|(info, base, _)| (info.clone(), &base[..]))).unwrap();
-        for &layout in Layout::ALL {
+        for (j, &layout) in Layout::ALL.iter().enumerate() {
             let pair = pair_of(&data, layout);
             let index = DeviceIndex::upload(device, pair.index()).unwrap().trust(&nvcomp).unwrap();
-            for mode in MODES {
-                for (skew, route) in ROUTES.into_iter().enumerate() {
+            for (k, mode) in MODES.into_iter().enumerate() {
+                // On the stand-in, each pair of mode and route occurs with some of the layouts.
+                let is_chosen = |skew: &usize| !stand_in::is_used() || *skew == (i + j + k) % ROUTES.len();
+                for (skew, route) in ROUTES.into_iter().enumerate().filter(|(skew, _)| is_chosen(skew)) {
                     let (outcome, outputs) = apply(device, &index, &pair, &base, mode, route, skew);
                     let told = format!("{layout} {dtype} {mode:?} {route:?}");
                     outcome.unwrap_or_else(|e| panic!("{told}: {e}"));
