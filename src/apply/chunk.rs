@@ -129,7 +129,7 @@ pub(super) fn decode_to(
     with_hashes: bool,
 ) -> Result<Option<Hashes>> {
     /// Smaller chunks stay in the cache.
-    const MIN_BYTES: usize = if cfg!(test) { 0 } else { 64 << 10 };
+    const MIN_BYTES: usize = if cfg!(test) { 1 } else { 64 << 10 };
     let is_copied = tensor.codec == Codec::Conditioned && matches!(tensor.base_kind, BaseKind::Same) && !with_hashes;
     let encoded = chunks.encoded(chunk);
     let offset = tensor.chunk_range(chunk).start * tensor.lane_bytes() as u64;

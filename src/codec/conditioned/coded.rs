@@ -45,14 +45,11 @@ impl CodedLanes {
         let Classifier { dtype, maps, states } = classifier;
         self.masks.resize(2 * activities.len(), 0);
         self.count = 0;
-        let mut batch = [0; BATCH * BLOCK];
-        let batches = lanes.chunks(batch.len() * L::BYTES).zip(activities.chunks(BATCH)).zip(self.masks.chunks_mut(2 * BATCH));
+        let batches = lanes.chunks(BATCH * BLOCK * L::BYTES).zip(activities.chunks(BATCH)).zip(self.masks.chunks_mut(2 * BATCH));
         for (t, ((lanes, activities), masks)) in batches.enumerate() {
-            let batch = &mut batch[..activities.len() * BLOCK];
-            indexes::<L>(lanes, dtype, maps.first, batch);
             // Grown by half of the needed size, so that few chunks make the buffer grow. Not sized for the worst case, because
             // the system must supply and clear new memory.
-            let needed = self.count + batch.len() + HALF;
+            let needed = self.count + activities.len() * BLOCK + HALF;
             if self.classes.len() < needed {
                 self.classes.resize(needed + needed / 2, 0);
             }
@@ -65,7 +62,20 @@ impl CodedLanes {
                 positions: if first.is_some() { &mut self.positions[self.count..] } else { &mut [] },
             };
             let first = (first.unwrap_or_default() + t * BATCH * BLOCK) as u32;
-            self.count += platform.compact(batch.as_chunks().0, activities, &maps.classes, tiles_of::<L>(states), first, &mut out);
+            let tiles = tiles_of::<L>(states);
+            if dtype == Dtype::Bf16 && lanes.len() == activities.len() * BLOCK * L::BYTES {
+                // One pass over the lanes instead of two.
+                let (lanes, lowest) = (lanes.as_chunks().0, maps.first.min(255) as u8);
+                let added = platform.compact_bf16(lanes, lowest, activities, &maps.classes, tiles, first, &mut out);
+                if let Some(added) = added {
+                    self.count += added;
+                    continue;
+                }
+            }
+            let mut batch = [0; BATCH * BLOCK];
+            let batch = &mut batch[..activities.len() * BLOCK];
+            indexes::<L>(lanes, dtype, maps.first, batch);
+            self.count += platform.compact(batch.as_chunks().0, activities, &maps.classes, tiles, first, &mut out);
         }
     }
 

@@ -17,18 +17,54 @@ pub(super) fn compact(
     first: u32,
     out: &mut CompactedLanes<'_>,
 ) -> usize {
+    compact_halves(indexes, |half| load(half), activities, maps, tiles, first, out)
+}
+
+/// See [`super::Platform::compact_bf16`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+pub(super) fn compact_bf16(
+    lanes: &[[u8; 2 * HALF]],
+    lowest: u8,
+    activities: &[u8],
+    maps: &[[u8; HALF]; 4],
+    tiles: Tiles,
+    first: u32,
+    out: &mut CompactedLanes<'_>,
+) -> usize {
+    let mut odd = [0u8; HALF];
+    odd.iter_mut().enumerate().for_each(|(i, odd)| *odd = 2 * i as u8 + 1);
+    let (odd, lowest) = (load(&odd), _mm512_set1_epi8(lowest as i8));
+    let index_of = |half: &[u8; 2 * HALF]| {
+        // After a shift by one, the exponent is the high byte of a lane.
+        let [low, high] = [0, 1].map(|i| _mm512_slli_epi16::<1>(load(&half.as_chunks().0[i])));
+        _mm512_subs_epu8(_mm512_permutex2var_epi8(low, odd, high), lowest)
+    };
+    compact_halves(lanes, index_of, activities, maps, tiles, first, out)
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+fn compact_halves<T>(
+    halves: &[T],
+    index_of: impl Fn(&T) -> __m512i,
+    activities: &[u8],
+    maps: &[[u8; HALF]; 4],
+    tiles: Tiles,
+    first: u32,
+    out: &mut CompactedLanes<'_>,
+) -> usize {
     let mut lanes = [0u8; HALF];
     lanes.iter_mut().enumerate().for_each(|(i, lane)| *lane = i as u8);
     let lanes = load(&lanes);
     let maps = maps.each_ref().map(|map| load(map));
     let (mut start, mut count, mut left) = (0, 0, tiles.halves);
-    for (h, indexes) in indexes.iter().enumerate() {
+    for (h, half) in halves.iter().enumerate() {
         if left == 0 {
             count = out.end_tile(tiles, start, count);
             (start, left) = (count, tiles.halves);
         }
         left -= 1;
-        let index = load(indexes);
+        let index = index_of(half);
         let within = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(64));
         let class = _mm512_permutexvar_epi8(index, maps[usize::from(activities[h / 2] & 3)]);
         let mask = _mm512_mask_test_epi8_mask(within, class, class);

@@ -87,12 +87,7 @@ impl Platform {
         first: u32,
         out: &mut CompactedLanes<'_>,
     ) -> usize {
-        let lanes = indexes.len() * HALF;
-        assert!(indexes.len() == 2 * activities.len() && out.masks.len() == indexes.len());
-        assert!(tiles.halves.is_multiple_of(2) && tiles.step.is_power_of_two() && tiles.step <= STEP);
-        // Each half block writes 64 classes and positions at the current end of the list. A padded tile has at most as many
-        // elements as lanes.
-        assert!(out.classes.len() >= lanes + HALF && (out.positions.is_empty() || out.positions.len() >= lanes + HALF));
+        assert_compact_fits(indexes.len(), activities, tiles, out);
         match self.0 {
             Isa::Scalar => scalar::compact(indexes, activities, maps, tiles, first, out),
             #[cfg(target_arch = "x86_64")]
@@ -101,6 +96,32 @@ impl Platform {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Isa::Avx512 => unsafe { avx512::compact(indexes, activities, maps, tiles, first, out) },
+        }
+    }
+
+    /// [`compact`](Self::compact) of BF16 lanes, whose indexes are max(e, `lowest`) − `lowest` for exponent e. Returns `None` if
+    /// this platform has no code for it.
+    ///
+    /// # Panics
+    /// As [`compact`](Self::compact).
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
+    #[expect(clippy::too_many_arguments, reason = "those of `compact`")]
+    pub fn compact_bf16(
+        self,
+        lanes: &[[u8; 2 * HALF]],
+        lowest: u8,
+        activities: &[u8],
+        maps: &[[u8; HALF]; 4],
+        tiles: Tiles,
+        first: u32,
+        out: &mut CompactedLanes<'_>,
+    ) -> Option<usize> {
+        assert_compact_fits(lanes.len(), activities, tiles, out);
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            Isa::Avx512 => Some(unsafe { avx512::compact_bf16(lanes, lowest, activities, maps, tiles, first, out) }),
+            _ => None,
         }
     }
 
@@ -241,6 +262,16 @@ impl Platform {
     }
 }
 
+/// Asserts that the arguments of [`Platform::compact`] fit, for this number of half blocks.
+fn assert_compact_fits(halves: usize, activities: &[u8], tiles: Tiles, out: &CompactedLanes<'_>) {
+    let lanes = halves * HALF;
+    assert!(halves == 2 * activities.len() && out.masks.len() == halves);
+    assert!(tiles.halves.is_multiple_of(2) && tiles.step.is_power_of_two() && tiles.step <= STEP);
+    // Each half block writes 64 classes and positions at the current end of the list. A padded tile has at most as many elements
+    // as lanes.
+    assert!(out.classes.len() >= lanes + HALF && (out.positions.is_empty() || out.positions.len() >= lanes + HALF));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -263,6 +294,30 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn bf16_lanes_compact_as_their_exponents(
+            lanes in proptest::collection::vec(any::<u16>(), 2 * HALF),
+            map in proptest::collection::vec(prop_oneof![Just(0u8), 0u8..16], HALF),
+            lowest: u8,
+        ) {
+            let indexes: Vec<u8> = lanes.iter().map(|lane| ((lane >> 7) as u8).saturating_sub(lowest)).collect();
+            let bytes: Vec<u8> = lanes.iter().flat_map(|lane| lane.to_le_bytes()).collect();
+            let mut maps = [[0; HALF]; 4];
+            maps[0].copy_from_slice(&map);
+            let tiles = Tiles { halves: 2, step: 1 };
+            let compact = |f: &dyn Fn(&mut CompactedLanes<'_>) -> Option<usize>| {
+                let (mut masks, mut classes, mut positions) = ([0; 2], [0; 3 * HALF], [0; 3 * HALF]);
+                let mut out = CompactedLanes { masks: &mut masks, classes: &mut classes, positions: &mut positions };
+                f(&mut out).map(|count| (masks, classes[..count].to_vec(), positions[..count].to_vec()))
+            };
+            let expected =
+                compact(&|out| Some(Platform::SCALAR.compact(indexes.as_chunks().0, &[0], &maps, tiles, 1000, out)));
+            for platform in Platform::available() {
+                let found = compact(&|out| platform.compact_bf16(bytes.as_chunks().0, lowest, &[0], &maps, tiles, 1000, out));
+                prop_assert!(found.is_none() || found == expected, "{:?}", platform);
+            }
+        }
+
         #[test]
         fn packing_is_the_same_on_every_platform(lanes in proptest::collection::vec(any::<u64>(), HALF), mask: u64) {
             fn check<L: Lane>(lanes: &[u64], mask: u64) {
