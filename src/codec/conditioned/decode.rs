@@ -6,7 +6,7 @@ use super::payload::{Payload, segment};
 use super::stream::{CodedSteps, Stream};
 use super::tables::{Lookup, TableSet};
 use super::window::Window;
-use crate::codec::simd::{GROUP, Platform, Tiles};
+use crate::codec::simd::{GROUP, Platform, StreamFence, Tiles};
 use crate::codec::{CopiedBase, Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
@@ -102,7 +102,7 @@ impl Decoder {
             });
         }
         let mut buffer = std::mem::take(&mut self.copied);
-        let window = Window::Buffered { lanes, base, platform: self.platform, buffer: &mut buffer, start: 0 };
+        let window = Window::Buffered { lanes, base, platform: self.platform, fence: StreamFence, buffer: &mut buffer, start: 0 };
         let sum = self.decode_window::<L>(chunk, window);
         self.copied = buffer;
         sum

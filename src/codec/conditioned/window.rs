@@ -1,6 +1,6 @@
 //! The lanes of a chunk while they are decoded.
 
-use crate::codec::simd::Platform;
+use crate::codec::simd::{Platform, StreamFence};
 use crate::codec::{CopiedBase, Fill};
 use crate::error::Result;
 use std::ops::Range;
@@ -19,6 +19,7 @@ pub(super) enum Window<'a, 'b> {
         lanes: &'a mut [u8],
         base: &'a mut CopiedBase<'b>,
         platform: Platform,
+        fence: StreamFence,
         /// The chunk's bytes from `start` to the end of the copied base lanes. Never shrinks.
         buffer: &'a mut Vec<u8>,
         /// End of the released bytes.
@@ -71,10 +72,10 @@ impl<'a> Window<'a, '_> {
 
     /// Releases the lanes up to byte `end`, which have been supplied.
     pub fn release(&mut self, end: usize) {
-        let Self::Buffered { lanes, base, platform, buffer, start } = self else { return };
+        let Self::Buffered { lanes, base, platform, fence, buffer, start } = self else { return };
         let (size, kept) = (end - *start, end - *start..base.copied() - *start);
         // The base lanes that `fill` copies next are read from memory meanwhile.
-        platform.stream(&buffer[..size], &mut lanes[*start..end], base.rest());
+        platform.stream(&buffer[..size], &mut lanes[*start..end], base.rest(), fence);
         buffer.copy_within(kept, 0);
         *start = end;
     }

@@ -135,8 +135,6 @@ pub(super) fn stream(from: &[u8], to: &mut [u8], next: &[u8]) {
         // and `to` is empty if no multiple of 64 was within bounds.
         unsafe { _mm512_stream_si512(to.as_mut_ptr().cast(), load(from)) };
     }
-    // Makes the stores visible before any later store, as all other stores of a thread are.
-    _mm_sfence();
 }
 
 /// See [`super::Platform::pack`].
