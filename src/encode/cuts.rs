@@ -107,6 +107,9 @@ impl<'a> Entries<'a> {
         if let Some(name) = options.cuts.keys().find(|name| target.find(name).is_none()) {
             return Err(Error::InvalidArgument(format!("the target has no tensor {} to cut", Escaped(name))));
         }
+        if Self::are_whole(base, target, options)? {
+            return Ok(None);
+        }
         let (bases, derived, parts) = (Vec::new(), Vec::new(), Vec::new());
         let mut entries = Self { target: Cut::new(target), base: base.map(Cut::new), bases, derived, parts, is_complete: true };
         for (number, info) in target.tensors().iter().enumerate() {
@@ -139,6 +142,30 @@ impl<'a> Entries<'a> {
         }
         let is_cut = entries.has_parts() || entries.first_derived().is_some() || entries.parts.len() < target.tensors().len();
         Ok(is_cut.then_some(entries))
+    }
+
+    /// Whether the entries are all tensors of the target, because no option cuts them, both checkpoints hold all of their elements,
+    /// and bases have the dtype of the target. Costs much less than to list the entries.
+    fn are_whole(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<bool> {
+        if !options.cuts.is_empty() || !options.split.is_empty() {
+            return Ok(false);
+        }
+        let holds_all = |checkpoint: &dyn Checkpoint, i: usize| {
+            let [held] = &checkpoint.held(i)[..] else { return false };
+            held.extent == checkpoint.tensors()[i].shape
+        };
+        for (i, info) in target.tensors().iter().enumerate() {
+            lanes(info)?;
+            let found = match base {
+                Some(base) => find_base(base, options.renamed.get(&info.name).unwrap_or(&info.name), info, options)?,
+                None => None,
+            };
+            let of_base = found.zip(base).is_none_or(|(found, base)| found.derived.is_none() && holds_all(base, found.base));
+            if !of_base || !holds_all(target, i) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether an entry is a part of a tensor.

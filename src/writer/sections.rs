@@ -8,6 +8,7 @@ use crate::format::*;
 use binrw::BinWrite;
 use std::io::Cursor;
 use zerocopy::IntoBytes;
+use zstd::bulk::Compressor;
 
 /// What the index will hold, section by section.
 pub(super) struct Sections {
@@ -94,9 +95,12 @@ impl Sections {
         tensors.extend(self.dims.iter().flat_map(|d| d.to_le_bytes()));
         tensors.extend(&self.names);
 
-        let (tensors_size, tensors) = compress_section(tensors)?;
-        let (files_size, files) = compress_section(self.files_bytes()?)?;
-        let (tables_size, tables) = compress_section(self.tables.clone())?;
+        // One compressor for all sections: allocating its memory takes longer than compressing a small section.
+        let mut compressor = Compressor::new(TABLE_LEVEL).map_err(zstd_failed)?;
+        let mut compress = |expanded| compress_section(&mut compressor, expanded);
+        let (tensors_size, tensors) = compress(tensors)?;
+        let (files_size, files) = compress(self.files_bytes()?)?;
+        let (tables_size, tables) = compress(self.tables.clone())?;
         let payload_list = if self.form.payload_digests { self.payloads.as_flattened() } else { &[] };
         let payload_root = match self.form.version {
             FormatVersion::V1_1 => [0; 32],
@@ -175,11 +179,14 @@ fn pad(bytes: &mut Vec<u8>) {
 const TABLE_LEVEL: i32 = 6;
 
 /// Compresses a section, unless compression makes it larger. Returns its expanded size and its stored form.
-fn compress_section(expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
+fn compress_section(compressor: &mut Compressor<'_>, expanded: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let size = expanded.len() as u64;
-    let frame = ::zstd::bulk::compress(&expanded, TABLE_LEVEL)
-        .map_err(|e| Error::InvalidArgument(format!("the zstd library failed: {e}")))?;
+    let frame = compressor.compress(&expanded).map_err(zstd_failed)?;
     Ok((size, if (frame.len() as u64) < size { frame } else { expanded }))
+}
+
+fn zstd_failed(error: std::io::Error) -> Error {
+    Error::InvalidArgument(format!("the zstd library failed: {error}"))
 }
 
 pub(super) fn to_bytes<T>(value: &T) -> Result<Vec<u8>>
