@@ -266,6 +266,14 @@ impl Hashes {
         &self.hashes
     }
 
+    /// Returns whether the stream has hashed all ranges, so that [`Hashes::wait`] does not wait.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if work on the device failed.
+    pub fn is_done(&self) -> Result<bool> {
+        self.done.is_passed(&self.device.context.enter()?)
+    }
+
     /// Waits on the host until the stream has hashed all ranges, and returns their hashes.
     ///
     /// # Errors

@@ -234,7 +234,8 @@ impl<W: Write> PairBuilder<W> {
         &mut self.blob
     }
 
-    /// Ends the current tensor. `base` is the BLAKE3 hash of the base tensor, if any; `target` is that of the target tensor.
+    /// Ends the first tensor that has not ended. Later tensors may have begun. `base` is the BLAKE3 hash of the base tensor, if any;
+    /// `target` is that of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
         let target_digest = digest::short(&target);
@@ -251,7 +252,7 @@ impl<W: Write> PairBuilder<W> {
         }
     }
 
-    /// Ends the current tensor, whose digests come from another pair.
+    /// Ends the first tensor that has not ended, whose digests come from another pair.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for format 1.1, whose roots are formed from hashes of tensors.

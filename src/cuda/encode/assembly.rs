@@ -19,8 +19,10 @@ pub(super) struct Assembly<'a, W> {
     pub source: &'a Source,
     pub plans: &'a [Plan],
     pub builder: PairBuilder<W>,
-    /// Number of tensors that have begun. All but the last have ended.
+    /// Number of tensors that have begun.
     pub begun: usize,
+    /// Number of tensors whose digests were added.
+    pub ended: usize,
     /// Size of the lanes of all chunks that were added.
     pub added: u64,
     /// Expected size of the blob in bytes; 0 if unknown.
@@ -62,7 +64,7 @@ impl<W: Blob> Assembly<'_, W> {
             self.job.watcher.done(bytes)?;
             (rest, start) = (after, end);
         }
-        Ok(())
+        self.end_tensors(false)
     }
 
     /// Copies payloads for `lanes` bytes of lanes to the blob, if it is in pinned memory. Otherwise returns a copy.
@@ -88,14 +90,13 @@ impl<W: Blob> Assembly<'_, W> {
 
     pub fn finish(mut self, files: Vec<FileSpec>) -> Result<Finished<W>> {
         self.begin_until(self.plans.len())?;
-        self.end_tensor()?;
+        self.end_tensors(true)?;
         files.into_iter().for_each(|file| self.builder.file(file));
         self.builder.finish()
     }
 
     fn begin_until(&mut self, count: usize) -> Result<()> {
         while self.begun < count {
-            self.end_tensor()?;
             let plan = &self.plans[self.begun];
             let Some(&way) = plan.way.get() else { return Err(unsupported("a tensor without a codec")) };
             self.builder.begin_tensor(&plan.spec(way, true, self.selection.base(), self.selection.target()));
@@ -104,17 +105,20 @@ impl<W: Blob> Assembly<'_, W> {
         Ok(())
     }
 
-    /// Ends the last tensor, if one has begun.
-    fn end_tensor(&mut self) -> Result<()> {
-        let Some(plan) = self.begun.checked_sub(1).map(|last| &self.plans[last]) else { return Ok(()) };
-        match self.digests.of(self.source, plan)? {
-            (None, Digest::Hashed(target)) => self.builder.end_tensor(None, target),
-            (Some(Digest::Hashed(base)), Digest::Hashed(target)) => self.builder.end_tensor(Some(base), target),
-            (base, target) => {
-                let base_digest = base.map_or([0; DIGEST_SIZE], |base| base.short());
-                let digests = TensorDigests { base_digest, target_digest: target.short() };
-                self.builder.end_copied_tensor(&digests)?;
+    /// Adds the digests of tensors that have begun: of all, or unless it `waits`, of those whose digests are complete.
+    fn end_tensors(&mut self, waits: bool) -> Result<()> {
+        while self.ended < self.begun {
+            let Some(digests) = self.digests.of(self.source, &self.plans[self.ended], waits)? else { break };
+            match digests {
+                (None, Digest::Hashed(target)) => self.builder.end_tensor(None, target),
+                (Some(Digest::Hashed(base)), Digest::Hashed(target)) => self.builder.end_tensor(Some(base), target),
+                (base, target) => {
+                    let base_digest = base.map_or([0; DIGEST_SIZE], |base| base.short());
+                    let digests = TensorDigests { base_digest, target_digest: target.short() };
+                    self.builder.end_copied_tensor(&digests)?;
+                }
             }
+            self.ended += 1;
         }
         Ok(())
     }

@@ -40,6 +40,9 @@ type CheckDigests<'a> = Box<dyn Fn(&ValidatedIndex) -> Result<()> + Send + Sync 
 /// more. Lanes of derived bases are formed there, and once more to be hashed. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
 /// call.
 ///
+/// The streams of an encoding have high priority, except that of digests of tensors: hashing takes what the other kernels leave idle.
+/// So work on streams of ordinary priority is slower meanwhile.
+///
 /// ```no_run
 /// use tpde::cuda::{Device, DeviceCheckpoint, Encode};
 /// use tpde::{Codec, Dtype, EncodeOptions, TensorInfo};

@@ -35,6 +35,13 @@ pub(super) fn memory_of(source: &Source, plan: &Plan, first: u64, lanes: u64) ->
     survey + source.copied_per_lane(plan) * lanes + LISTS as u64 + source.list_bytes(plan)
 }
 
+/// Returns the size of the memory for chunks.
+pub(super) fn memory_of_all(source: &Source, jobs: &[Job<'_>]) -> u64 {
+    let memory =
+        |&(_, plan, number): &Job<'_>| memory_of(source, plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2);
+    jobs.iter().map(memory).sum()
+}
+
 /// Memory for what the kernels find out about chunks.
 pub(super) struct SurveyMemory {
     /// Size of masks, levels and tiles, in bytes.

@@ -1,7 +1,7 @@
 //! Digests of tensors, which a pair stores.
 //!
 //! The caller may know them. The others are hashed on the device, on a stream of their own, in batches of many tensors. Two batches
-//! are queued ahead of the tensor whose digests are needed.
+//! are queued at a time. Hashing fills the gaps that the encoder's kernels leave, so digests may be complete later than payloads.
 
 use super::form::{self, Formed};
 use super::limits::Limits;
@@ -137,15 +137,22 @@ impl<'a> Digests<'a> {
         Ok(())
     }
 
-    /// Returns the digests of an entry, and waits for them: of its base if it uses one, and of its target.
-    pub fn of(&mut self, source: &Source, plan: &Plan) -> Result<(Option<Digest>, Digest)> {
+    /// Returns the digests of an entry: of its base if it uses one, and of its target. With `waits`, waits for them; otherwise
+    /// returns `None` if they are not complete.
+    pub fn of(&mut self, source: &Source, plan: &Plan, waits: bool) -> Result<Option<(Option<Digest>, Digest)>> {
         loop {
             let from_base = plan.way.get().is_none_or(|way| way.from_base) && source.base(plan).is_some();
             let base = plan.base.filter(|_| from_base).map(|i| self.base[i as usize]);
             match (base, self.target[plan.target as usize]) {
-                (None, Some(target)) => return Ok((None, target)),
-                (Some(Some(base)), Some(target)) => return Ok((Some(base), target)),
+                (None, Some(target)) => return Ok(Some((None, target))),
+                (Some(Some(base)), Some(target)) => return Ok(Some((Some(base), target))),
                 _ => {}
+            }
+            if let Some((_, hashes)) = self.batches.front()
+                && !waits
+                && !hashes.is_done()?
+            {
+                return Ok(None);
             }
             let missing = || Error::InvalidArgument("the digest of a tensor was not queued".into());
             let (range, hashes) = self.batches.pop_front().ok_or_else(missing)?;

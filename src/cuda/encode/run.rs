@@ -2,7 +2,7 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{self, Tables};
+use super::chunks::{self, Survey, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
 use super::limits::{Limits, WORKERS};
@@ -53,19 +53,33 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
             train::choose(&session, &source, job, &mut plans)?;
         }
         let plans = &plans;
+        let assembly = Assembly {
+            job,
+            selection: &selection,
+            source: &source,
+            plans,
+            builder,
+            begun: 0,
+            ended: 0,
+            added: 0,
+            expected,
+            digests,
+        };
+        let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
+        let waves = waves(&jobs, &source, job.limits);
         let train = || {
+            let mut first = None;
             if options.codec != CodecChoice::Device {
-                train::train(&session, &source, job, plans)?;
+                train::train(&session, &source, job, plans, || {
+                    first = waves.first().map(|jobs| Survey::of_wave(&session, &source, jobs)).transpose()?;
+                    Ok(())
+                })?;
             }
             let ways = plans.iter().filter_map(|plan| plan.way.get().map(|way| (plan, way)));
             let coded = ways.filter(|(_, way)| way.codec == Codec::Conditioned).map(|(plan, way)| (plan, way.from_base));
-            Tables::upload(&session, coded)
+            Ok((Tables::upload(&session, coded)?, first))
         };
-        let assembly =
-            Assembly { job, selection: &selection, source: &source, plans, builder, begun: 0, added: 0, expected, digests };
-        let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
-        let waves = waves(&jobs, &source, job.limits);
-        let waves = Waves { job, after: after.as_ref(), source: &source, tables: OnceLock::new(), waves };
+        let waves = Waves { job, after: after.as_ref(), source: &source, tables: OnceLock::new(), waves: &waves };
         waves.encode(&session, others, train, assembly, files)?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
@@ -92,8 +106,8 @@ fn waves<'s, 'a>(jobs: &'s [chunks::Job<'a>], source: &Source, limits: Limits) -
     let (mut done, mut end) = (0, lanes);
     while !rest.is_empty() {
         let (mut count, mut memory) = (0, 0);
-        for job @ &(_, plan, number) in rest {
-            memory += chunks::memory_of(source, plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2);
+        for job in rest {
+            memory += chunks::memory_of_all(source, std::slice::from_ref(job));
             let after = done + bytes_of(job);
             if count > 0 && (after > end || memory > limits.wave) {
                 break;
@@ -200,9 +214,9 @@ mod tests {
         assert!(workers * limits.memory + 2 * limits.hashed / 950 + limits.formed + 2 * 5 * MIB <= 512 * MIB);
         assert!(limits.formed.is_multiple_of(crate::cuda::hashes::PIECE));
         // While a wave is surveyed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
-        assert!(limits.scratch + limits.wave + 16 * MIB <= limits.memory);
+        assert!(limits.scratch + limits.wave.max(limits.ahead) + 8 * MIB <= limits.memory);
         assert!(limits.scratch + limits.wave + limits.payloads + 8 * MIB <= limits.memory);
-        assert!(limits.wave + 2 * (limits.payloads + 16 * MIB) <= limits.memory);
+        assert!(limits.wave.max(limits.ahead) + 2 * (limits.payloads + 16 * MIB) <= limits.memory);
         // While a sample is taken: besides, the counts of its groups.
         let counts = 2 * u64::from(abi::ENCODE_GROUPS) * 8 * (1 + 180);
         assert!(limits.scratch + limits.wave + counts + 16 * MIB <= workers * limits.memory - (limits.memory - limits.memory / 8));

@@ -91,7 +91,9 @@ impl<'a> Session<'a> {
         let device = &target.device().inner;
         let kernels = device.kernels.encoder(&device.context)?;
         let (limits, memory) = (Cell::new(limits), RefCell::new(memory));
-        let session = Self { device, cx, kernels, stream: Some(device.pools.stream(cx)?), after, limits, memory };
+        // Its kernels start before those that hash tensors, which otherwise fill the device while the host waits for small results.
+        let stream = Some(device.pools.urgent_stream(cx)?);
+        let session = Self { device, cx, kernels, stream, after, limits, memory };
         session.wait_for_caller(session.raw())?;
         Ok(session)
     }
@@ -101,7 +103,7 @@ impl<'a> Session<'a> {
         self.after.map_or(Ok(()), |after| after.hold(self.cx, stream))
     }
 
-    /// Returns a second stream, which also waits for the work of the caller.
+    /// Returns a second stream, of lower priority, which also waits for the work of the caller.
     pub fn second_stream(&self) -> Result<SecondStream<'_>> {
         let own = self.device.pools.stream(self.cx)?;
         let stream = SecondStream { session: self, stream: Stream::new(self.device, own.raw(), false), own: Some(own) };
@@ -348,7 +350,7 @@ impl Drop for Drained<'_> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         if let Some(stream) = self.stream.take() {
-            self.device.pools.take_back(self.cx, stream);
+            self.device.pools.take_back_urgent(self.cx, stream);
         }
     }
 }

@@ -22,10 +22,21 @@ pub(super) fn choose(session: &Session<'_>, source: &Source, job: &Job<'_>, plan
     choose_ways(job.options, plans, &mut OnDevice { session, source, job })
 }
 
-/// Sets the tables of every plan, as the encoder of the processor does.
-pub(super) fn train(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &[Plan]) -> Result<()> {
+/// Sets the tables of every plan, as the encoder of the processor does. `sampled` is called when the first samples have been taken,
+/// to give the device work while the host makes tables.
+pub(super) fn train(
+    session: &Session<'_>,
+    source: &Source,
+    job: &Job<'_>,
+    plans: &[Plan],
+    sampled: impl FnOnce() -> Result<()>,
+) -> Result<()> {
     let mut surveyor = OnDevice { session, source, job };
-    train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| surveyor.sample(pieces, add))
+    let mut sampled = Some(sampled);
+    train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| {
+        surveyor.sample(pieces, add)?;
+        sampled.take().map_or(Ok(()), |sampled| sampled())
+    })
 }
 
 /// Reads lanes on the device.

@@ -4,7 +4,7 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{Job as ChunkJob, Survey, Tables, Wave};
+use super::chunks::{Job as ChunkJob, Survey, Tables, Wave, memory_of_all};
 use super::job::Job;
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
@@ -12,6 +12,7 @@ use super::source::Source;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::error::{Error, Result};
 use crate::writer::{FileSpec, Finished};
+use std::collections::VecDeque;
 use std::sync::OnceLock;
 use std::sync::mpsc::sync_channel;
 use std::{iter, thread};
@@ -30,7 +31,7 @@ pub(super) struct Waves<'s, 'a> {
     pub source: &'s Source,
     /// Set when training has ended.
     pub tables: OnceLock<Tables>,
-    pub waves: Vec<&'s [ChunkJob<'a>]>,
+    pub waves: &'s [&'s [ChunkJob<'a>]],
 }
 
 /// A thread that encodes every `of`th wave, from wave `number` on.
@@ -39,6 +40,13 @@ struct Worker {
     of: usize,
     /// The memory of its own, if it has some before tables are trained.
     memory: Option<Memory>,
+}
+
+/// Device memory of a thread, and the surveys in it of its first waves.
+#[derive(Default)]
+struct Surveyed {
+    memory: Memory,
+    surveys: VecDeque<Survey>,
 }
 
 /// Why a thread ended early: its error, or `None` if another thread had one.
@@ -54,22 +62,22 @@ impl Waves<'_, '_> {
     /// Trains tables with `train`, encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`.
     ///
     /// `session` trains, and then copies the payloads. The first thread uses its memory after that. Each further thread has one of
-    /// `memories`, and surveys its first wave while tables are trained.
+    /// `memories`. While tables are trained, `train` surveys the first wave, and further threads survey their first waves.
     pub fn encode<W: Blob>(
         &self,
         session: &Session<'_>,
         mut memories: Vec<Memory>,
-        train: impl FnOnce() -> Result<Tables>,
+        train: impl FnOnce() -> Result<(Tables, Option<Survey>)>,
         mut assembly: Assembly<'_, W>,
         files: Vec<FileSpec>,
     ) -> Result<Finished<W>> {
         let unused = memories.split_off(self.waves.len().saturating_sub(1).min(memories.len()));
         let train = || {
-            let tables = train()?;
+            let (tables, first) = train()?;
             self.tables.get_or_init(|| tables);
             let mut memory = session.take_memory()?;
             memory.shrink(self.job.limits.memory);
-            Ok::<_, Ended>(memory)
+            Ok::<_, Ended>(Surveyed { memory, surveys: first.into_iter().collect() })
         };
         let mut blob_bytes = 0;
         let finish = |mut assembly: Assembly<'_, W>| {
@@ -78,9 +86,9 @@ impl Waves<'_, '_> {
         };
         let encoded = if memories.is_empty() {
             // Starting a thread takes longer than it would save.
-            train().and_then(|memory| {
+            train().and_then(|surveyed| {
                 let worker = Worker { number: 0, of: 1, memory: None };
-                let memory = self.work(worker, || Ok(Some(memory)), &mut |payloads| Ok(assembly.add(session, &payloads)?))?;
+                let memory = self.work(worker, || Ok(surveyed), &mut |payloads| Ok(assembly.add(session, &payloads)?))?;
                 Ok((vec![memory], finish(assembly)?))
             })
         } else {
@@ -102,7 +110,7 @@ impl Waves<'_, '_> {
         &self,
         session: &Session<'_>,
         memories: Vec<Memory>,
-        train: impl FnOnce() -> Result<Memory, Ended>,
+        train: impl FnOnce() -> Result<Surveyed, Ended>,
         mut assembly: Assembly<'_, W>,
         finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, Ended>,
     ) -> Result<(Vec<Memory>, Finished<W>), Ended> {
@@ -119,11 +127,10 @@ impl Waves<'_, '_> {
                 starts.push(start);
                 receivers.push(receiver);
             }
-            let trained = train().map(|memory| {
+            let trained = train().map(|surveyed| {
                 // A thread that has ended has an error.
-                starts.into_iter().zip(iter::once(Some(memory)).chain(iter::repeat_with(|| None))).for_each(|(start, memory)| {
-                    _ = start.send(memory);
-                });
+                let of_threads = iter::once(surveyed).chain(iter::repeat_with(Surveyed::default));
+                starts.into_iter().zip(of_threads).for_each(|(start, surveyed)| _ = start.send(surveyed));
             });
             let added = trained.and_then(|()| {
                 self.waves.iter().zip(receivers.iter().cycle()).try_for_each(|(wave, receiver)| {
@@ -164,23 +171,28 @@ impl Waves<'_, '_> {
     fn work(
         &self,
         worker: Worker,
-        start: impl FnOnce() -> Result<Option<Memory>, Ended>,
+        start: impl FnOnce() -> Result<Surveyed, Ended>,
         sink: &mut dyn FnMut(Payloads) -> Result<(), Ended>,
     ) -> Result<Memory, Ended> {
         let Self { job, source, .. } = *self;
-        let mut waves = self.waves.iter().skip(worker.number).step_by(worker.of).peekable();
+        let waves = self.waves.iter().skip(worker.number).step_by(worker.of);
         let cx = job.target.device().inner.context.enter()?;
         let has_memory = worker.memory.is_some();
         let session = Session::new(job.target, &cx, self.after, job.limits.in_training(), worker.memory.unwrap_or_default())?;
         let _drained = Drained(&session);
-        let mut first = match waves.peek() {
-            Some(jobs) if has_memory => Some(Survey::of_wave(&session, source, jobs)?),
-            _ => None,
-        };
-        session.extend(start()?.unwrap_or_default(), job.limits);
+        let mut bytes = 0;
+        let ahead = waves.clone().take_while(|jobs| {
+            let is_first = bytes == 0;
+            bytes += memory_of_all(source, jobs);
+            has_memory && (is_first || bytes <= job.limits.ahead)
+        });
+        let mut surveys = ahead.map(|jobs| Survey::of_wave(&session, source, jobs)).collect::<Result<VecDeque<_>>>()?;
+        let trained = start()?;
+        session.extend(trained.memory, job.limits);
+        surveys.extend(trained.surveys);
         let tables = self.tables.get().ok_or(Ended(None))?;
         for jobs in waves {
-            let survey = first.take().map_or_else(|| Survey::of_wave(&session, source, jobs), Ok)?;
+            let survey = surveys.pop_front().map_or_else(|| Survey::of_wave(&session, source, jobs), Ok)?;
             let mut wave = Wave::new(&session, tables, jobs, survey)?;
             payloads::write(&session, tables, job.limits, &mut wave, sink)?;
         }

@@ -57,7 +57,7 @@ fn device_memory_is_within_its_bound() {
         ] {
             // The sizes of the wave and of lists are rounded up.
             let memory = slot + wave + 2 * (payloads + STEP) + TABLES + 10 * STEP;
-            let limits = Limits { wave, payloads, memory, room, scratch: 1, ..Limits::default() };
+            let limits = Limits { wave, ahead: wave, payloads, memory, room, scratch: 1, ..Limits::default() };
             let (before, _) = stand_in::device_memory();
             // Training needs memory for the counts of a sample, which is freed for the first wave.
             let in_waves = std::sync::Mutex::new(Vec::new());
