@@ -1,7 +1,7 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
 use crate::base::PaddedBase;
-use crate::codec::{ChunkDecoder, Encoded, EncodedChunk};
+use crate::codec::{ChunkDecoder, Codec, CopiedBase, Encoded, EncodedChunk};
 use crate::digest::{self, PieceHasher};
 use crate::error::{Error, Result, Rule};
 use crate::format::BaseKind;
@@ -116,6 +116,41 @@ pub(super) fn decode_from(
         Ok(())
     };
     decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes)
+}
+
+/// [`decode_from`] for lanes that are not read soon, so that they need not be in the cache.
+pub(super) fn decode_to(
+    base: PaddedBase<'_>,
+    chunks: &dyn Chunks,
+    tensor: &Tensor<'_>,
+    chunk: u32,
+    worker: &mut DecodeWorker,
+    lanes: &mut [u8],
+    with_hashes: bool,
+) -> Result<Option<Hashes>> {
+    /// Smaller chunks stay in the cache.
+    const MIN_BYTES: usize = if cfg!(test) { 1 } else { 64 << 10 };
+    let is_copied = tensor.codec == Codec::Conditioned && matches!(tensor.base_kind, BaseKind::Same) && !with_hashes;
+    let encoded = chunks.encoded(chunk);
+    let offset = tensor.chunk_range(chunk).start * tensor.lane_bytes() as u64;
+    let Some(bytes) =
+        base.in_place(offset, lanes.len()).filter(|_| is_copied && encoded.num_deltas > 0 && lanes.len() >= MIN_BYTES)
+    else {
+        return decode_from(base, chunks, tensor, chunk, worker, lanes, with_hashes);
+    };
+    let at = |e: Error| e.in_chunk(chunk).in_tensor(tensor.name);
+    let sums = &chunks.index().sums()[chunk as usize];
+    let (base_sum, target_sum) = (sums.base_sum.get(), sums.target_sum.get());
+    let mut base = CopiedBase::new(bytes);
+    let decoded_sum = chunks.payload(chunk, &mut worker.payload).and_then(|payload| {
+        let DecodeWorker { decoder, .. } = worker;
+        let chunk = EncodedChunk { codec: tensor.codec, dtype: tensor.dtype, tables: tensor.tables, encoded, payload, base_sum };
+        decoder.decode_copied(&chunk, lanes, &mut base)
+    });
+    // As in `decode`, the base sum takes precedence.
+    Rule::ChunkBaseSum.check_eq(base_sum, base.sum()).map_err(at)?;
+    Rule::ChunkTargetSum.check_eq(target_sum, decoded_sum.map_err(at)?).map_err(at)?;
+    Ok(None)
 }
 
 /// Steps 8 to 11: fills `lanes`, which has the chunk's length, with the chunk's target lanes.

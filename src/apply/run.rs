@@ -1,7 +1,7 @@
 //! One application of a pair: rebuilds selected tensors from a base (spec section 13, steps 8 to 12).
 
 use super::accelerator::{Accelerator, TensorHashes, Work};
-use super::chunk::{Chunks, DecodeWorker, Hashes, decode_from};
+use super::chunk::{Chunks, DecodeWorker, Hashes, decode_from, decode_to};
 use super::find::{BaseTensors, find_base};
 use super::payloads::Compared;
 use crate::base::PaddedBase;
@@ -250,7 +250,7 @@ impl<'a, B: Source> Run<'a, B> {
                 let base = PaddedBase::new(Some(self.base()), base);
                 let hashes = workers.with(|worker| {
                     if let Some(out) = &mut job.out {
-                        return decode_from(base, &chunks, &tensor, chunk, worker, out, self.digests);
+                        return decode_to(base, &chunks, &tensor, chunk, worker, out, self.digests);
                     }
                     worker.with_lanes(size, |worker, lanes| {
                         let hashes = decode_from(base, &chunks, &tensor, chunk, worker, lanes, self.digests)?;

@@ -23,7 +23,7 @@ pub use self::conditioned::{DecodeCost, TableSet};
 pub(crate) use self::difference::{Difference, GROUP, cleared, compare, count};
 pub use self::parts::PayloadParts;
 pub(crate) use self::parts::parts;
-pub(crate) use self::patch::Patch;
+pub(crate) use self::patch::{CopiedBase, Patch};
 pub use self::patch::{Encoded, Fill};
 pub(crate) use self::raw::size as raw_size;
 pub use self::zstd::Layout;
@@ -229,6 +229,14 @@ impl ChunkDecoder {
                 self.conditioned.decode::<L>(chunk, lanes, fill)
             },
         })
+    }
+
+    /// Same as [`decode`](Self::decode) for codec `conditioned`, with base lanes that are copied from `base`. Faster if the caller
+    /// does not read `lanes` soon, because `lanes` are then not in the cache.
+    pub(crate) fn decode_copied(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], base: &mut CopiedBase<'_>) -> Result<u64> {
+        let EncodedChunk { dtype, tables, encoded, payload, base_sum, .. } = *chunk;
+        let chunk = ConditionedChunk { dtype, tables, encoded, payload, base_sum };
+        with_lane!(dtype.lane_bytes(), L => self.conditioned.decode_copied::<L>(chunk, lanes, base))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::{Result, Rule};
 use crate::lane::{Lane, Order, lanes_of_mut};
-use crate::sums::{chunk_sum, lane_term};
+use crate::sums::{ChunkSum, chunk_sum, lane_term};
 use zerocopy::IntoBytes;
 
 /// Applies changes to lanes in ascending order. Refuses invalid changes.
@@ -63,3 +63,46 @@ pub struct Encoded {
 /// so lanes are copied and checked while they are in the cache. Offsets need not ascend. The callback does nothing if the buffer
 /// already has the base lanes.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], usize) -> Result<()>;
+
+/// Base lanes of a chunk in memory, which are copied in ascending order, and their sum.
+pub(crate) struct CopiedBase<'a> {
+    lanes: &'a [u8],
+    copied: usize,
+    sum: ChunkSum,
+}
+
+impl<'a> CopiedBase<'a> {
+    pub fn new(lanes: &'a [u8]) -> Self {
+        Self { lanes, copied: 0, sum: ChunkSum::default() }
+    }
+
+    /// Returns the number of copied bytes.
+    pub fn copied(&self) -> usize {
+        self.copied
+    }
+
+    /// Returns the lanes that are not copied yet.
+    pub fn rest(&self) -> &'a [u8] {
+        &self.lanes[self.copied..]
+    }
+
+    /// Copies the next lanes to all of `out`. Its size must be a multiple of [`ChunkSum::BLOCK`], except at the end.
+    pub fn copy(&mut self, out: &mut [u8]) {
+        self.sum.copy(&self.rest()[..out.len()], out);
+        self.copied += out.len();
+    }
+
+    /// Copies lanes to their places in `out`, which has the size of the chunk, at least up to byte `end`.
+    pub fn copy_to_end_of_block(&mut self, out: &mut [u8], end: usize) {
+        let end = end.next_multiple_of(8 * ChunkSum::BLOCK).min(out.len());
+        if end > self.copied {
+            self.copy(&mut out[self.copied..end]);
+        }
+    }
+
+    /// Returns the sum of all lanes.
+    pub fn sum(mut self) -> u64 {
+        self.sum.add(self.rest());
+        self.sum.value
+    }
+}

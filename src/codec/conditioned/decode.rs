@@ -5,8 +5,9 @@ use super::context::{BLOCK, HALF, tile_blocks};
 use super::payload::{Payload, segment};
 use super::stream::{CodedSteps, Stream};
 use super::tables::{Lookup, TableSet};
-use crate::codec::simd::{GROUP, Platform, Tiles};
-use crate::codec::{Encoded, Fill};
+use super::window::Window;
+use crate::codec::simd::{GROUP, Platform, StreamFence, Tiles};
+use crate::codec::{CopiedBase, Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
 use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
@@ -15,6 +16,10 @@ use std::ops::Range;
 
 /// Tiles per batch, so that a batch fits in the L2 cache. Small in tests, so that short chunks span several batches.
 const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
+
+/// Tiles per batch if one segment is decoded at a time and lanes are buffered, so that a batch and its base lanes fit in the L1
+/// cache.
+const BUFFERED_BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 8 };
 
 /// Two segments of at most this many bytes are decoded together: lanes and lists of both stay in the L2 cache.
 const PAIRED_BYTES: usize = 256 << 10;
@@ -37,6 +42,8 @@ pub(crate) struct Decoder {
     activities: Vec<u8>,
     /// Buffers of the streams that are decoded together.
     batches: [Batch; 2],
+    /// Buffer of lanes that are copied from the base.
+    copied: Vec<u8>,
 }
 
 /// Buffers for the coded lanes of a batch.
@@ -72,13 +79,38 @@ impl Default for Decoder {
 impl Decoder {
     /// Creates a decoder for this platform.
     pub fn with_platform(platform: Platform) -> Self {
-        Self { platform, lookup: Lookup::default(), activities: Vec::new(), batches: Default::default() }
+        let (lookup, activities, batches, copied) = Default::default();
+        Self { platform, lookup, activities, batches, copied }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
     pub fn decode<L: Lane>(&mut self, chunk: ConditionedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
+        self.decode_window::<L>(chunk, Window::InPlace { lanes, fill })
+    }
+
+    /// See [`crate::codec::ChunkDecoder::decode_copied`].
+    pub fn decode_copied<L: Lane>(
+        &mut self,
+        chunk: ConditionedChunk<'_>,
+        lanes: &mut [u8],
+        base: &mut CopiedBase<'_>,
+    ) -> Result<u64> {
+        if !self.platform.has_streaming_stores() {
+            return self.decode::<L>(chunk, lanes, &mut |lanes, end| {
+                base.copy_to_end_of_block(lanes, end);
+                Ok(())
+            });
+        }
+        let mut buffer = std::mem::take(&mut self.copied);
+        let window = Window::Buffered { lanes, base, platform: self.platform, fence: StreamFence, buffer: &mut buffer, start: 0 };
+        let sum = self.decode_window::<L>(chunk, window);
+        self.copied = buffer;
+        sum
+    }
+
+    fn decode_window<L: Lane>(&mut self, chunk: ConditionedChunk<'_>, mut window: Window<'_, '_>) -> Result<u64> {
         let ConditionedChunk { dtype, tables, encoded, payload, base_sum } = chunk;
-        let count = lanes.len() / L::BYTES;
+        let count = window.size() / L::BYTES;
         let classes = tables.map_or(0, |tables| tables.classes().len());
         let payload = Payload::parse(payload, count, L::BYTES, encoded.num_deltas, classes)?;
         // Without tables no lane is coded, so the look-up table of an earlier chunk is not used.
@@ -88,8 +120,8 @@ impl Decoder {
 
         // Updating the sum costs more per change than recomputing it costs per lane. So it is updated only if few lanes change.
         let is_sparse = 16 * (encoded.num_deltas as usize) < count && payload.low_bits == 0;
-        let mut target = Target { order: dtype.order(), sum: if is_sparse { base_sum } else { 0 }, changed: 0 };
-        let (mut rows, mut summed) = (ChunkSum::default(), 0);
+        let rows = (!is_sparse).then(ChunkSum::default);
+        let mut target = Target { order: dtype.order(), sum: if is_sparse { base_sum } else { 0 }, rows, finished: 0, changed: 0 };
         let mut exceptions = Exceptions::<L>::new(&payload, count)?;
         let (blocks, tile) = (count.div_ceil(BLOCK), tile_blocks(L::BYTES));
         let (states, platform, lookup) = (1 << payload.states_log2, self.platform, &self.lookup);
@@ -98,7 +130,8 @@ impl Decoder {
             let stream = Stream::begin(stream?, states, 8 * L::BYTES as u32 - payload.low_bits)?;
             Ok(Segment { tiles: segment(s, payload.segments, blocks.div_ceil(tile)), stream, batch: 0..0 })
         };
-        let are_paired = !is_sparse && lanes.len() <= PAIRED_BYTES * payload.segments;
+        let are_paired = !is_sparse && window.size() <= PAIRED_BYTES * payload.segments;
+        let batch_tiles = if matches!(window, Window::Buffered { .. }) && !are_paired { BUFFERED_BATCH } else { BATCH };
         let mut segments = payload.streams().enumerate().map(begin).peekable();
         while let Some(first) = segments.next() {
             let mut segments_now = vec![first?];
@@ -106,17 +139,18 @@ impl Decoder {
             segments_now.extend(segments.next_if(|next| are_paired && next.is_ok()).transpose()?);
             while segments_now.iter().any(|segment| !segment.tiles.is_empty()) {
                 for (segment, Batch { coded, .. }) in segments_now.iter_mut().zip(&mut self.batches) {
-                    let tiles = segment.tiles.start..segment.tiles.end.min(segment.tiles.start + BATCH);
+                    let tiles = segment.tiles.start..segment.tiles.end.min(segment.tiles.start + batch_tiles);
                     segment.tiles.start = tiles.end;
                     let batch = blocks.min(tiles.start * tile)..blocks.min(tiles.end * tile);
                     segment.batch = count.min(batch.start * BLOCK)..count.min(batch.end * BLOCK);
                     let Range { start, end } = segment.batch;
-                    fill(lanes, end * L::BYTES)?;
-                    exceptions.save_bases(lanes, end);
+                    window.fill(end * L::BYTES)?;
+                    exceptions.save_bases(&mut window, end);
                     self.activities.clear();
                     self.activities.extend(batch.map(|block| payload.activity(block)));
                     let positions = is_sparse.then_some(start);
-                    coded.find::<L>(platform, classifier, &self.activities, &lanes[start * L::BYTES..end * L::BYTES], positions);
+                    let lanes = window.bytes(start * L::BYTES..end * L::BYTES);
+                    coded.find::<L>(platform, classifier, &self.activities, lanes, positions);
                 }
                 match (&mut segments_now[..], &mut self.batches) {
                     ([one, two], [batch, other]) => {
@@ -131,26 +165,25 @@ impl Decoder {
                     let Range { start, end } = segment.batch;
                     let (coded, (values, changed)) = (&batch.coded, batch.values.of::<L>(batch.coded.classes().len()));
                     let halves = Halves { masks: coded.masks(), values, tiles: tiles_of::<L>(states) };
-                    let lanes_of_batch = start * L::BYTES..end * L::BYTES;
+                    let lanes = window.bytes(start * L::BYTES..end * L::BYTES);
                     if payload.low_bits != 0 {
-                        target.rebuild::<L>(&payload, halves, start, &mut lanes[lanes_of_batch]);
+                        target.rebuild::<L>(&payload, halves, start, lanes);
                     } else if is_sparse {
-                        target.patch_few::<L>(coded.positions(), values, changed, lanes);
+                        target.patch_few::<L>(coded.positions(), values, changed, start, lanes);
                     } else {
-                        target.patch_many::<L>(halves, changed, &mut lanes[lanes_of_batch]);
+                        target.patch_many::<L>(halves, changed, lanes);
                     }
+                }
+                if let [segment] = &segments_now[..] {
+                    target.finish(&mut window, segment.batch.end * L::BYTES);
                 }
             }
             let end = segments_now.last().map_or(0, |segment| segment.batch.end * L::BYTES);
             segments_now.into_iter().try_for_each(|segment| segment.stream.end())?;
-            if !is_sparse {
-                let end = if end == lanes.len() { end } else { end / ChunkSum::BLOCK * ChunkSum::BLOCK };
-                rows.add(&lanes[summed..end]);
-                summed = end;
-            }
+            target.finish(&mut window, end);
         }
-        target.sum = target.sum.wrapping_add(rows.value);
-        target.except(&exceptions, lanes)?;
+        target.sum = target.sum.wrapping_add(target.rows.as_ref().map_or(0, |rows| rows.value));
+        target.except(&exceptions, window.into_lanes())?;
         Rule::PayloadDeltas.check_eq(encoded.num_deltas as usize, target.changed)?;
         Ok(target.sum)
     }
@@ -182,20 +215,35 @@ impl Values {
 /// Running totals of a chunk whose target lanes are being produced.
 struct Target {
     order: Order,
-    /// If few lanes change, the chunk sum of the current lanes. Else that of the segments that are decoded.
+    /// The chunk sum of the current lanes if few lanes change, or 0. Does not include `rows`.
     sum: u64,
+    /// The sum of the finished lanes, unless few lanes change.
+    rows: Option<ChunkSum>,
+    /// End of the finished lanes in bytes, a multiple of [`ChunkSum::BLOCK`] or the size of the chunk.
+    finished: usize,
     /// Number of lanes changed so far.
     changed: usize,
 }
 
 impl Target {
-    /// Applies nonzero values to the lanes at their positions.
-    fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], lanes: &mut [u8]) {
+    /// Sums and releases the lanes up to byte `end`, which do not change again except by exceptions. A last incomplete row is left
+    /// for the next call.
+    fn finish(&mut self, window: &mut Window<'_, '_>, end: usize) {
+        let end = if end == window.size() { end } else { end / ChunkSum::BLOCK * ChunkSum::BLOCK };
+        if let Some(rows) = &mut self.rows {
+            rows.add(window.bytes(self.finished..end));
+        }
+        window.release(end);
+        self.finished = end;
+    }
+
+    /// Applies nonzero values to the lanes at their positions. `lanes` begins with lane `first`.
+    fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], first: usize, lanes: &mut [u8]) {
         let lanes = lanes_of_mut::<L>(lanes);
         let order = self.order;
         let (sum, count) = vectorized(
             #[inline(always)]
-            || patch_few::<L>(positions, values, changed, order, lanes),
+            || patch_few::<L>(positions, values, changed, order, first, lanes),
         );
         self.sum = self.sum.wrapping_add(sum);
         self.changed += count;
@@ -284,10 +332,11 @@ impl<'a, L: Lane> Exceptions<'a, L> {
     }
 
     /// Saves the base lanes of the exceptions at positions below `end`. Must be called before these lanes change.
-    fn save_bases(&mut self, lanes: &[u8], end: usize) {
+    fn save_bases(&mut self, window: &mut Window<'_, '_>, end: usize) {
+        let first = window.start() / L::BYTES;
+        let lanes = lanes_of::<L>(window.bytes(first * L::BYTES..end.max(first) * L::BYTES));
         let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
-        let lanes = lanes_of::<L>(lanes);
-        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position])));
+        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position - first])));
     }
 
     /// Returns position, delta and base lane of each exception.
@@ -321,9 +370,17 @@ impl<L: Lane> Halves<'_, L> {
     }
 }
 
-/// Applies the nonzero values to the lanes at `positions`. Returns the change of the chunk sum, and the number of changes.
+/// Applies the nonzero values to the lanes at `positions`. `lanes` begins with lane `first`. Returns the change of the chunk sum,
+/// and the number of changes.
 #[inline(always)]
-fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], order: Order, lanes: &mut [L::Le]) -> (u64, usize) {
+fn patch_few<L: Lane>(
+    positions: &[u32],
+    values: &[L::Le],
+    changed: &[u16],
+    order: Order,
+    first: usize,
+    lanes: &mut [L::Le],
+) -> (u64, usize) {
     let (mut sum, mut count) = (0u64, 0);
     // One inner loop covers four groups, because the processor usually mispredicts the end of such a loop.
     for (at, masks) in changed.chunks(4).enumerate() {
@@ -333,9 +390,10 @@ fn patch_few<L: Lane>(positions: &[u32], values: &[L::Le], changed: &[u16], orde
             let j = 4 * GROUP * at + left.trailing_zeros() as usize;
             left &= left - 1;
             let position = positions[j] as usize;
-            let base = L::load(lanes[position]);
+            let lane = &mut lanes[position - first];
+            let base = L::load(*lane);
             let target = L::apply(base, L::load(values[j]), order);
-            lanes[position] = target.store();
+            *lane = target.store();
             sum = sum.wrapping_add(lane_term(position, base, target));
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! One file per section: `context` (4.1), `tables` (4.2 and 4.3), `payload` (4.4), `stream` (4.5), `decode` (4.4 to 4.6). The
 //! spec leaves an encoder's choices open. `train` makes tables from a sample of all tensors. `stats` counts the changes of a
-//! chunk, `choice` chooses the parameters of its payload, and `encode` writes it. `values` computes the values of coded lanes.
+//! chunk, `choice` chooses the parameters of its payload, and `encode` writes it. `values` computes the values of coded lanes. `window` has
+//! the lanes that are being decoded.
 
 mod choice;
 mod coded;
@@ -20,6 +21,7 @@ mod stream;
 mod tables;
 mod train;
 mod values;
+mod window;
 
 #[cfg(feature = "cuda")]
 pub(crate) use choice::ModelTables;

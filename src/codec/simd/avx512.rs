@@ -118,6 +118,25 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
+/// See [`super::Platform::stream`].
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn stream(from: &[u8], to: &mut [u8], next: &[u8]) {
+    let head = to.as_ptr().align_offset(64).min(to.len());
+    let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
+    let ((from, from_tail), (to, to_tail)) = (from.as_chunks(), to.as_chunks_mut::<64>());
+    to_head.copy_from_slice(from_head);
+    to_tail.copy_from_slice(from_tail);
+    let mut next = next.chunks(64);
+    for (from, to) in from.iter().zip(to) {
+        if let Some(line) = next.next() {
+            _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+        }
+        // SAFETY: `to` has 64 bytes. Its address is a multiple of 64, because `head` bytes before the first line were split off,
+        // and `to` is empty if no multiple of 64 was within bounds.
+        unsafe { _mm512_stream_si512(to.as_mut_ptr().cast(), load(from)) };
+    }
+}
+
 /// See [`super::Platform::pack`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
 pub(super) fn pack<L: Lane>(lanes: &[L::Le; HALF], mask: u64, out: &mut [L::Le]) {

@@ -13,7 +13,7 @@ mod platform;
 mod scalar;
 mod types;
 
-pub(crate) use platform::Platform;
+pub(crate) use platform::{Platform, StreamFence};
 pub(crate) use types::{
     Broken, CompactedLanes, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, ReverseWriter, STEP, StreamSteps,
     Tiles, Words,

@@ -42,6 +42,19 @@ enum Isa {
     Avx512,
 }
 
+/// Makes the stores of [`Platform::stream`] visible before later stores, as all other stores of a thread are, when dropped.
+pub(crate) struct StreamFence;
+
+impl Drop for StreamFence {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 processor has SSE.
+        unsafe {
+            std::arch::x86_64::_mm_sfence()
+        };
+    }
+}
+
 impl Platform {
     /// Portable code.
     pub const SCALAR: Self = Self(Isa::Scalar);
@@ -146,6 +159,30 @@ impl Platform {
             _ => scalar::differ(width, base, target, whole_masks),
         }
         scalar::differ(width, base_rest, target_rest, last);
+    }
+
+    /// Returns whether [`Platform::stream`] bypasses the cache.
+    pub fn has_streaming_stores(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.0 == Isa::Avx512;
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
+    /// Copies `from` to `to` with stores that bypass the cache, if this platform has them. Meanwhile as many bytes from the start
+    /// of `next` are brought into the cache. The borrowed fence must be dropped before another thread reads `to`.
+    ///
+    /// # Panics
+    /// If the lengths of `from` and `to` differ.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
+    pub fn stream(self, from: &[u8], to: &mut [u8], next: &[u8], _: &StreamFence) {
+        assert!(from.len() == to.len());
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            Isa::Avx512 => unsafe { avx512::stream(from, to, next) },
+            _ => to.copy_from_slice(from),
+        }
     }
 
     /// Packs the lanes selected by `mask` to the beginning of `out`. The lanes after them are unchanged or 0.
@@ -316,6 +353,16 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn streaming_copies_to_any_address(bytes in proptest::collection::vec(any::<u8>(), 0..500), start in 0usize..64) {
+            for platform in Platform::available() {
+                let mut out = vec![0xA5; start + bytes.len() + 1];
+                platform.stream(&bytes, &mut out[start..start + bytes.len()], &bytes, &StreamFence);
+                prop_assert_eq!(&out[start..start + bytes.len()], &bytes);
+                prop_assert!(out[..start].iter().chain(out.last()).all(|&byte| byte == 0xA5));
+            }
+        }
+
         #[test]
         fn differing_is_the_same_on_every_platform(
             base in proptest::collection::vec(any::<u8>(), 0..300),

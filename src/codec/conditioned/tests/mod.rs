@@ -17,7 +17,7 @@ use super::tables::{MAX_TOKENS, SCALE};
 use super::*;
 use crate::Result;
 use crate::codec::simd::Platform;
-use crate::codec::{Difference, Encoded};
+use crate::codec::{CopiedBase, Difference, Encoded};
 use crate::lane::{Dtype, with_lane};
 use crate::sums::chunk_sum;
 use proptest::prelude::*;
@@ -89,10 +89,16 @@ fn decode(
         }
         Ok(())
     };
-    let sum = with_lane!(dtype.lane_bytes(), L => {
-        decoder.decode::<L>(chunk, &mut lanes, &mut fill)
-    })?;
+    let (mut copied, mut copied_base) = (vec![0x5A; base.len()], CopiedBase::new(base));
+    let (sum, copied_sum) = with_lane!(dtype.lane_bytes(), L => {
+        let copied_sum = decoder.decode_copied::<L>(chunk, &mut copied, &mut copied_base);
+        (decoder.decode::<L>(chunk, &mut lanes, &mut fill), copied_sum)
+    });
+    assert_eq!(copied_base.sum(), chunk_sum(base));
+    assert_eq!(sum.as_ref().map_err(ToString::to_string), copied_sum.as_ref().map_err(ToString::to_string));
+    let sum = sum?;
     fill(&mut lanes, base.len())?;
+    assert!(copied == lanes);
     Ok((sum, lanes))
 }
 
