@@ -1,7 +1,7 @@
 //! Encodings that run in threads of their own.
 
 use super::super::encode::Limits;
-use super::super::{DeviceCheckpoint, Encode, Encoder, Stream};
+use super::super::{DeviceCheckpoint, DeviceSlice, Encode, Encoder, Stream};
 use super::asynchronous::{spin, spinner};
 use super::cases::{Random, random_lanes};
 use super::stand_in;
@@ -126,6 +126,38 @@ fn work_that_is_queued_during_a_call_is_not_waited_for() {
     assert!(watch.1.load(Ordering::Relaxed) && !pair.blob().is_empty());
     assert!(!stand_in::is_used() || !after.is_passed().unwrap(), "the encoding waited for later work");
     after.wait().unwrap();
+}
+
+/// Overwrites memory at its first report of payloads.
+struct Overwriting<'a>(&'a DeviceSlice);
+
+impl Watch for Overwriting<'_> {
+    fn done(&self, bytes: u64) -> crate::Result<()> {
+        if bytes > 0 { super::device().write(self.0, &vec![0; self.0.bytes() as usize]) } else { Ok(()) }
+    }
+}
+
+/// Payloads are copied while tensors are hashed: a target that changes after that has the digest of its later content.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn payloads_do_not_wait_for_digests() {
+    if !stand_in::draws() {
+        return println!("skipped: only the stand-in delays hashes, in the order late");
+    }
+    let (sample, device) = (Sample::new(), super::device());
+    let bytes = 40_000;
+    let mut content = vec![0; bytes];
+    crate::Checkpoint::read(&sample.target, 0, 0, &mut content).unwrap();
+    let memory = device.alloc(bytes as u64).unwrap();
+    device.write(&memory, &content).unwrap();
+    let info = TensorInfo { name: "a".into(), dtype: Dtype::Bf16, shape: vec![20_000] };
+    let target = DeviceCheckpoint::new(device, [(info, memory.clone())]).unwrap();
+    let watch = Overwriting(&memory);
+    let (pair, _) = Encode::new(&target).base(&sample.base).options(options()).watch(&watch).to_pinned().unwrap();
+    let digest = |bytes: &[u8]| crate::digest::short(&blake3::hash(bytes));
+    let found = *pair.index().tensors().next().unwrap().target_digest();
+    assert!(found != digest(&content), "the tensor was hashed before its payload was reported");
+    assert_eq!(found, digest(&vec![0; bytes]));
 }
 
 /// Several encodings at once, with one encoder, of which some are cancelled or dropped: the others are complete, and no memory is
