@@ -147,8 +147,11 @@ class TestEncode:
             with encoding:
                 pass
         else:
+            # A process that a shell runs in the background ignores the signal.
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
             pytest.raises(KeyboardInterrupt, encoding.wait)
+            signal.signal(signal.SIGINT, before)
             assert encoding.is_done()
         assert ended.is_set()
 
