@@ -234,8 +234,9 @@ impl<W: Write> PairBuilder<W> {
         &mut self.blob
     }
 
-    /// Ends the first tensor that has not ended. Later tensors may have begun. `base` is the BLAKE3 hash of the base tensor, if any;
-    /// `target` is that of the target tensor.
+    /// Adds the digests of the next tensor. Call it once per tensor, in the order of the tensors. Later tensors may have begun.
+    ///
+    /// `base` is the BLAKE3 hash of the base tensor, if any. `target` is the BLAKE3 hash of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
         let target_digest = digest::short(&target);
@@ -252,7 +253,7 @@ impl<W: Write> PairBuilder<W> {
         }
     }
 
-    /// Ends the first tensor that has not ended, whose digests come from another pair.
+    /// [`PairBuilder::end_tensor`] for digests that come from another pair.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for format 1.1, whose roots are formed from hashes of tensors.

@@ -76,8 +76,8 @@ impl Place {
 /// stays usable. Of each function of the driver, the first call fails in the first encoding of a device, and the last one with an
 /// encoder that has memory; with `TPDE_LONG`, [`CALLS`] calls with and without.
 ///
-/// Only the first encoding calls each function for certain. Whether a later one finds enough pinned memory and streams in the pools
-/// depends on how many of them the threads of the encodings before had in use at once.
+/// Only the first encoding of a device is certain to call each function. The pools keep pinned memory and streams of earlier
+/// encodings. How many they keep depends on the timing of threads, so a later encoding may need no new ones.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_refused_call_ends_the_encoding_and_nothing_else() {
