@@ -32,7 +32,7 @@ void __sanitizer_print_stack_trace() __attribute__((weak));
 namespace emulator {
 
 constexpr unsigned THREADS = 1024, WARP = 32, WARPS = THREADS / WARP, BARRIERS = 16;
-constexpr size_t STACK = 256 << 10, PAGE = 4096, DYNAMIC = 228 << 10;
+constexpr size_t STACK = 256 << 10, PAGE = 4096, LINE = 64, DYNAMIC = 228 << 10;
 
 Index thread_index, block_index, block_size, grid_size;
 alignas(1024) unsigned char dynamic_memory[DYNAMIC];
@@ -45,6 +45,7 @@ namespace {
 typedef void* Context;
 // Pushes the callee-saved registers, saves the stack pointer in *from, and resumes `to`.
 extern "C" void emulator_switch(Context* from, Context to);
+// `run_next` has the only call for threads, so the processor predicts the `ret`.
 asm(R"(
 .text
 .type emulator_switch, @function
@@ -87,13 +88,20 @@ void make_context(Context& context, unsigned char* stack, void (*entry)()) {
 void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
 #endif
 
-// Operation that a thread waits for, and its result.
+// Operation that a thread waits for.
 struct Wait {
-    uint64_t value, argument, result;
+    SourceLocation location;
     uint32_t mask;
     uint32_t count; // number of threads of a barrier
-    SourceLocation location;
+    uint64_t argument;
     WarpOperation operation;
+};
+
+// What the lanes of a warp wait for. Lanes that wait at the same operation have equal keys.
+struct Waits {
+    uint64_t places[WARP], barriers[WARP]; // keys
+    uint64_t values[WARP], results[WARP];
+    Wait waits[WARP];
 };
 
 struct Thread {
@@ -101,7 +109,10 @@ struct Thread {
     Index index;
     unsigned number;
     void* fiber; // handle of this fiber in the thread sanitizer
-    // Pending copies, and the number of copies in each committed group.
+};
+
+// Pending copies of a thread, and the number of copies in each committed group.
+struct Copies {
     std::deque<Copy> copies;
     std::deque<size_t> groups;
     size_t uncommitted;
@@ -119,15 +130,22 @@ struct Barrier {
 };
 
 Thread threads[THREADS];
-Wait waits[THREADS];
+Copies copies_of_threads[THREADS];
+Waits waits_of_warps[WARPS];
 Warp warps[WARPS];
 Barrier barriers[BARRIERS];
 unsigned char* stacks;
-Context scheduler;
+Context scheduler; // what launches blocks
 Thread* current;
+// Ready threads of a warp, which run in ascending or descending order of their lanes, from a random one. `passed` of the
+// 32 lanes have had their turn.
+struct Sweep {
+    unsigned warp, from, passed;
+    bool forwards;
+} sweep;
 void (*kernel_now)(const void*);
 const void* parameter_now;
-unsigned threads_now, live;
+unsigned threads_now, warps_now, live;
 uint64_t random_state;
 void* scheduler_fiber;
 char begin_of_block, end_of_block;
@@ -141,22 +159,52 @@ uint64_t draw() {
 
 Warp& warp_of(const Thread& thread) { return warps[thread.number / WARP]; }
 uint32_t bit_of(const Thread& thread) { return 1u << thread.number % WARP; }
+const Wait& wait_of(unsigned thread) { return waits_of_warps[thread / WARP].waits[thread % WARP]; }
 
-// Runs a thread until it waits.
-void resume(Thread& thread) {
-    current = &thread;
-    thread_index = thread.index;
-    warp_of(thread).ready &= ~bit_of(thread);
-    if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(thread.fiber, 1);
-    switch_context(scheduler, thread.context);
-    current = nullptr;
+// Returns the next thread to run, or null if all have ended.
+Thread* next() {
+    for (;;) {
+        uint32_t ready = warps[sweep.warp].ready;
+        // The lane after `passed` others in the order of the sweep becomes bit 0, or bit 31 if lanes descend.
+        if (sweep.passed < WARP && ready) {
+            unsigned by = sweep.forwards ? sweep.from : sweep.from + 1;
+            ready = ready >> by % WARP | ready << (WARP - by) % WARP;
+            ready = sweep.forwards ? ready >> sweep.passed << sweep.passed : ready << sweep.passed >> sweep.passed;
+            if (ready) {
+                unsigned turn = (unsigned)(sweep.forwards ? __builtin_ctz(ready) : __builtin_clz(ready));
+                sweep.passed = turn + 1;
+                unsigned lane = (sweep.forwards ? sweep.from + turn : sweep.from - turn) % WARP;
+                return &threads[sweep.warp * WARP + lane];
+            }
+        }
+        if (!live) return nullptr;
+        uint32_t all = 0;
+        for (unsigned w = 0; w < warps_now; w++) all |= (uint32_t)(warps[w].ready != 0) << w;
+        if (!all) {
+            current = nullptr;
+            fail({"kernel", 0}, "deadlock: all threads wait for others");
+        }
+        // Picks a random ready warp.
+        uint64_t random = draw();
+        for (unsigned skip = random % (unsigned)__builtin_popcount(all); skip; skip--) all &= all - 1;
+        sweep = {(unsigned)__builtin_ctz(all), (unsigned)(random >> 32 & 31), 0, (random >> 40 & 1) != 0};
+    }
 }
 
-void stop() {
-    Thread& me = *current;
-    if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_fiber, 1);
-    switch_context(me.context, scheduler);
+// Runs the next thread, or returns to the launch if all have ended. Returns when the thread that was running is the next.
+void run_next(Context& from) {
+    Thread* before = current;
+    current = next();
+    if (current) {
+        thread_index = current->index;
+        warp_of(*current).ready &= ~bit_of(*current);
+        if (current == before) return;
+    }
+    if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(current ? current->fiber : scheduler_fiber, 1);
+    switch_context(from, current ? current->context : scheduler);
 }
+
+void stop() { run_next(current->context); }
 
 // Memory order for the thread sanitizer: every release happens before every later acquire of the same address.
 void release(void* at) {
@@ -213,7 +261,7 @@ void arrive(unsigned w, uint32_t lanes, const Wait& first) {
     barrier.expected = first.count;
     barrier.arrived += first.count ? WARP : (unsigned)__builtin_popcount(lanes);
     barrier.warps |= 1u << w;
-    for_each(lanes, [&](unsigned lane) { barrier.sum += (uint32_t)waits[w * WARP + lane].value; });
+    for_each(lanes, [&](unsigned lane) { barrier.sum += (uint32_t)waits_of_warps[w].values[lane]; });
     if (wait) barrier.waiting |= 1u << w;
     else free_lanes(warps[w], lanes);
     uint32_t expected = first.count ? first.count : live;
@@ -224,12 +272,15 @@ void arrive(unsigned w, uint32_t lanes, const Wait& first) {
 }
 
 void finish(unsigned w, uint32_t lanes) {
-    Wait* all = &waits[w * WARP];
-    const Wait& first = all[__builtin_ctz(lanes)];
+    Waits& all = waits_of_warps[w];
+    const Wait& first = all.waits[__builtin_ctz(lanes)];
+    const uint64_t* values = all.values;
+    uint64_t* results = all.results;
+    auto give = [&](uint64_t result) { for_each(lanes, [&](unsigned lane) { results[lane] = result; }); };
     auto fold = [&](auto f) {
-        uint64_t x = first.value;
-        for_each(lanes & (lanes - 1), [&](unsigned lane) { x = f(x, all[lane].value); });
-        for_each(lanes, [&](unsigned lane) { all[lane].result = x; });
+        uint64_t x = values[__builtin_ctz(lanes)];
+        for_each(lanes & (lanes - 1), [&](unsigned lane) { x = f(x, values[lane]); });
+        give(x);
     };
     switch (first.operation) {
     case WarpOperation::BARRIER:
@@ -237,28 +288,29 @@ void finish(unsigned w, uint32_t lanes) {
     case WarpOperation::SYNC: break;
     case WarpOperation::BALLOT: {
         uint32_t ballot = 0;
-        for_each(lanes, [&](unsigned lane) { ballot |= (uint32_t)(all[lane].value != 0) << lane; });
-        for_each(lanes, [&](unsigned lane) { all[lane].result = ballot; });
+        for_each(lanes, [&](unsigned lane) { ballot |= (uint32_t)(values[lane] != 0) << lane; });
+        give(ballot);
         break;
     }
-    case WarpOperation::ACTIVE: for_each(lanes, [&](unsigned lane) { all[lane].result = lanes; }); break;
+    case WarpOperation::ACTIVE: give(lanes); break;
     case WarpOperation::SHUFFLE:
         // A shuffle from a lane outside of the mask gives an undefined value.
         for_each(lanes, [&](unsigned lane) {
-            all[lane].result = lanes >> all[lane].argument & 1 ? all[all[lane].argument].value : draw();
+            uint64_t from = all.waits[lane].argument;
+            results[lane] = lanes >> from & 1 ? values[from] : draw();
         });
         break;
     case WarpOperation::MATCH_ANY:
         for_each(lanes, [&](unsigned lane) {
             uint32_t same = 0;
-            for_each(lanes, [&](unsigned other) { same |= (uint32_t)(all[other].value == all[lane].value) << other; });
-            all[lane].result = same;
+            for_each(lanes, [&](unsigned other) { same |= (uint32_t)(values[other] == values[lane]) << other; });
+            results[lane] = same;
         });
         break;
     case WarpOperation::MATCH_ALL: {
         bool same = true;
-        for_each(lanes, [&](unsigned lane) { same &= all[lane].value == first.value; });
-        for_each(lanes, [&](unsigned lane) { all[lane].result = same ? first.mask : 0; });
+        for_each(lanes, [&](unsigned lane) { same &= values[lane] == values[__builtin_ctz(lanes)]; });
+        give(same ? first.mask : 0);
         break;
     }
     case WarpOperation::ADD: fold([](uint64_t a, uint64_t b) { return a + b; }); break;
@@ -277,37 +329,48 @@ void finish(unsigned w, uint32_t lanes) {
     free_lanes(warps[w], lanes);
 }
 
-// `lane` waits for `other`. Fails if `other` waits for `lane` too, but at a different operation.
-void compare(unsigned w, unsigned lane, unsigned other) {
-    const Wait &a = waits[w * WARP + lane], &b = waits[w * WARP + other];
-    bool same = a.operation == b.operation && a.mask == b.mask && a.location.line == b.location.line &&
-                a.count == b.count && (a.operation < WarpOperation::BARRIER || a.argument == b.argument);
-    if (same || !(b.mask >> lane & 1)) return;
+// `lane` waits for `other`, which waits at another operation. Fails if `other` waits for `lane` too.
+void differ(unsigned w, unsigned lane, unsigned other) {
+    const Wait &a = waits_of_warps[w].waits[lane], &b = waits_of_warps[w].waits[other];
+    if (!(b.mask >> lane & 1)) return;
     fail(a.location, "%s with mask %08x; but lane %u of the warp is at %s:%d, at %s with mask %08x",
          name_of(a.operation), a.mask, other, b.location.file, b.location.line, name_of(b.operation), b.mask);
 }
 
-// Completes the operation of a waiting thread once all its threads have arrived.
-void try_finish(unsigned w, unsigned lane) {
-    Warp& warp = warps[w];
-    uint32_t lanes = waits[w * WARP + lane].mask & ~warp.ended, others = lanes & warp.waiting & ~(1u << lane);
-    if ((warp.waiting & lanes) == lanes) {
-        for_each(others, [&](unsigned other) { compare(w, lane, other); });
-        finish(w, lanes);
-    } else if (others) {
-        // All lanes that arrived earlier agree, so a comparison with one lane is enough.
-        compare(w, lane, (unsigned)__builtin_ctz(others));
-    }
+// Completes the operation of a waiting thread, whose key is given, once all its threads have arrived.
+void try_finish(unsigned w, unsigned lane, uint32_t mask, uint64_t place, uint64_t barrier) {
+    const Waits& all = waits_of_warps[w];
+    const Warp& warp = warps[w];
+    uint32_t lanes = mask & ~warp.ended, others = lanes & warp.waiting & ~(1u << lane);
+    bool complete = (warp.waiting & lanes) == lanes;
+    // All lanes that arrived earlier agree, so a comparison with one lane is enough until all have arrived.
+    for_each(complete ? others : others & -others, [&](unsigned other) {
+        if (all.places[other] != place || all.barriers[other] != barrier) differ(w, lane, other);
+    });
+    if (complete) finish(w, lanes);
 }
 
-// Waits for the operation of the current thread to complete.
-void wait_for_warp() {
-    Thread& me = *current;
-    Warp& warp = warp_of(me);
-    warp.waiting |= bit_of(me);
-    try_finish(me.number / WARP, me.number % WARP);
-    if (warp.ready & bit_of(me)) warp.ready &= ~bit_of(me);
+// Waits for an operation of the current thread to complete. Returns its result.
+inline uint64_t wait_for_warp(WarpOperation operation, uint32_t mask, uint64_t value, uint64_t argument, uint32_t count,
+                              SourceLocation location) {
+    const unsigned w = current->number / WARP, lane = current->number % WARP;
+    Waits& all = waits_of_warps[w];
+    uint64_t place = (uint64_t)operation << 56 | (uint64_t)location.line << 32 | mask;
+    uint64_t barrier = operation >= WarpOperation::BARRIER ? argument << 32 | count : 0;
+    all.places[lane] = place;
+    all.barriers[lane] = barrier;
+    all.values[lane] = value;
+    Wait& wait = all.waits[lane];
+    wait.location = location;
+    wait.mask = mask;
+    wait.count = count;
+    wait.argument = argument;
+    wait.operation = operation;
+    warps[w].waiting |= 1u << lane;
+    try_finish(w, lane, mask, place, barrier);
+    if (warps[w].ready >> lane & 1) warps[w].ready &= ~(1u << lane);
     else stop();
+    return all.results[lane];
 }
 
 [[noreturn]] void entry() {
@@ -320,7 +383,11 @@ void wait_for_warp() {
         warp.ended |= bit_of(me);
         live--;
         // Other threads may have waited for this one.
-        if (warp.waiting) try_finish(me.number / WARP, (unsigned)__builtin_ctz(warp.waiting));
+        if (warp.waiting) {
+            const unsigned w = me.number / WARP, lane = (unsigned)__builtin_ctz(warp.waiting);
+            const Waits& all = waits_of_warps[w];
+            try_finish(w, lane, all.waits[lane].mask, all.places[lane], all.barriers[lane]);
+        }
         for (Barrier& barrier : barriers) {
             if (barrier.warps && barrier.expected == 0 && barrier.arrived == live) complete(barrier);
         }
@@ -337,7 +404,8 @@ void prepare() {
         // A guard page precedes each stack.
         unsigned char* stack = stacks + i * (STACK + PAGE);
         mprotect(stack, PAGE, PROT_NONE);
-        make_context(threads[i].context, stack + PAGE, entry);
+        // Stacks begin at different offsets in their pages, or the same lines of all would compete for one set of a cache.
+        make_context(threads[i].context, stack + PAGE - i % WARP * 2 * LINE, entry);
         threads[i].number = i;
     }
 }
@@ -358,33 +426,22 @@ void run_block(unsigned shared) {
     noise(__start_shared_memory, __stop_shared_memory);
     memset(barriers, 0, sizeof barriers);
     live = threads_now;
-    const unsigned warps_now = (threads_now + WARP - 1) / WARP;
+    warps_now = (threads_now + WARP - 1) / WARP;
     for (unsigned w = 0; w < warps_now; w++) {
         uint32_t lanes = threads_now - w * WARP >= WARP ? ~0u : (1u << threads_now % WARP) - 1;
         warps[w] = {lanes, 0, ~lanes};
     }
     for (unsigned i = 0; i < threads_now; i++) {
         threads[i].index = {i % block_size.x, i / block_size.x, 0};
-        threads[i].copies.clear();
-        threads[i].groups.clear();
-        threads[i].uncommitted = 0;
+        Copies& copies = copies_of_threads[i];
+        copies.copies.clear();
+        copies.groups.clear();
+        copies.uncommitted = 0;
         if (__tsan_create_fiber && !threads[i].fiber) threads[i].fiber = __tsan_create_fiber(0);
     }
     release(&begin_of_block);
-    while (live) {
-        uint32_t ready = 0;
-        for (unsigned w = 0; w < warps_now; w++) ready |= (uint32_t)(warps[w].ready != 0) << w;
-        if (!ready) fail({"kernel", 0}, "deadlock: all threads wait for others");
-        uint64_t random = draw();
-        // Picks a random ready warp, and runs its threads in ascending or descending order from a random one.
-        for (unsigned skip = random % (unsigned)__builtin_popcount(ready); skip; skip--) ready &= ready - 1;
-        unsigned w = (unsigned)__builtin_ctz(ready), from = random >> 32 & 31;
-        bool forwards = random >> 40 & 1;
-        for (unsigned i = 0; i < WARP; i++) {
-            unsigned lane = (forwards ? from + i : from - i) % WARP;
-            if (warps[w].ready >> lane & 1) resume(threads[w * WARP + lane]);
-        }
-    }
+    sweep.passed = WARP;
+    run_next(scheduler);
     acquire(&end_of_block);
 }
 
@@ -395,24 +452,20 @@ uint64_t run_warp_operation(WarpOperation operation, uint32_t mask, uint64_t val
     Thread& me = *current;
     if (!(mask & bit_of(me)))
         fail(location, "%s with mask %08x, which lacks the calling thread", name_of(operation), mask);
-    waits[me.number] = {value, argument, 0, mask, 0, location, operation};
     // Of the warp operations, only __syncwarp orders memory.
     bool ordered = operation == WarpOperation::SYNC && orders(location);
     if (ordered) release(&warp_of(me));
-    wait_for_warp();
+    uint64_t result = wait_for_warp(operation, mask, value, argument, 0, location);
     if (ordered) acquire(&warp_of(me));
-    return waits[me.number].result;
+    return result;
 }
 
 uint32_t barrier(uint32_t id, uint32_t count, bool wait, uint32_t value, SourceLocation location) {
-    Thread& me = *current;
     if (id >= BARRIERS || count % WARP || count > threads_now)
         fail(location, "invalid barrier: id %u, %u threads", id, count);
-    waits[me.number] = {
-        value, id, 0, ~0u, count, location, wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE};
     bool ordered = orders(location);
     if (ordered) release(&barriers[id]);
-    wait_for_warp();
+    wait_for_warp(wait ? WarpOperation::BARRIER : WarpOperation::BARRIER_ARRIVE, ~0u, value, id, count, location);
     if (!wait) return 0;
     if (ordered) acquire(&barriers[id]);
     return barriers[id].result;
@@ -425,27 +478,28 @@ void pause(bool always) {
 }
 
 void begin_copy(void* to, const void* from, uint32_t size, uint32_t zeros, SourceLocation location) {
-    Thread& me = *current;
+    Copies& mine = copies_of_threads[current->number];
     if ((size + zeros != 4 && size + zeros != 8 && size + zeros != 16) || (uintptr_t)to % (size + zeros) ||
         (uintptr_t)from % (size + zeros)) {
         fail(location, "invalid copy of %u bytes and %u zeros from %p to %p", size, zeros, from, to);
     }
-    me.copies.push_back({to, from, size, zeros});
-    me.uncommitted++;
+    mine.copies.push_back({to, from, size, zeros});
+    mine.uncommitted++;
 }
 
 void commit_copies() {
-    current->groups.push_back(current->uncommitted);
-    current->uncommitted = 0;
+    Copies& mine = copies_of_threads[current->number];
+    mine.groups.push_back(mine.uncommitted);
+    mine.uncommitted = 0;
 }
 
 bool next_copy(uint32_t pending, Copy& copy) {
-    Thread& me = *current;
-    while (me.groups.size() > pending && me.groups.front() == 0) me.groups.pop_front();
-    if (me.groups.size() <= pending) return false;
-    me.groups.front()--;
-    copy = me.copies.front();
-    me.copies.pop_front();
+    Copies& mine = copies_of_threads[current->number];
+    while (mine.groups.size() > pending && mine.groups.front() == 0) mine.groups.pop_front();
+    if (mine.groups.size() <= pending) return false;
+    mine.groups.front()--;
+    copy = mine.copies.front();
+    mine.copies.pop_front();
     return true;
 }
 
@@ -468,12 +522,12 @@ void fail(SourceLocation location, const char* format, ...) {
         // Prints where each thread waits, with threads at the same operation grouped.
         for (unsigned i = 0, next; i < threads_now; i = next) {
             auto ended = [](unsigned j) { return (warps[j / WARP].ended >> j % WARP & 1) != 0; };
-            const Wait& wait = waits[i];
+            const Wait& wait = wait_of(i);
             auto same = [&](const Wait& other) {
                 return wait.operation == other.operation && wait.location.line == other.location.line &&
                        wait.mask == other.mask && wait.argument == other.argument;
             };
-            for (next = i + 1; next < threads_now && ended(i) == ended(next) && (ended(i) || same(waits[next]));)
+            for (next = i + 1; next < threads_now && ended(i) == ended(next) && (ended(i) || same(wait_of(next)));)
                 next++;
             if (ended(i)) fprintf(stderr, "    threads %u to %u have ended\n", i, next - 1);
             else
