@@ -33,25 +33,31 @@ const fn fraction(mut mantissa: u64) -> u64 {
     fraction
 }
 
-/// For each value of the eight bits after the first bit of a mantissa: the smallest fraction of such mantissas, and the smallest
-/// mantissas with a fraction that is larger by 1 and by 2, 2^32 if there are none. The fractions differ by at most 2.
-static FRACTIONS: [(u64, [u64; 2]); 256] = {
-    let mut fractions = [(0, [1 << 32; 2]); 256];
+/// log2 of the number of mantissas per entry of [`FRACTIONS`].
+const REST_BITS: u32 = 23;
+
+/// For each value of the eight bits after the first bit of a mantissa: the smallest fraction of such mantissas in the low 8 bits,
+/// and in 24 bits each the rest of the smallest mantissas with a fraction that is larger by 1 and by 2, 2^23 if there are none. The
+/// fractions differ by at most 2.
+static FRACTIONS: [u64; 256] = {
+    let mut fractions = [0; 256];
     let mut i = 0;
     while i < 256 {
-        let first = 256 + i as u64;
-        let start = fraction(first << 23);
-        fractions[i].0 = start;
+        let first = (256 + i as u64) << REST_BITS;
+        let start = fraction(first);
+        fractions[i] = start;
         let mut step = 0;
         while step < 2 {
-            let (mut low, mut high) = (first << 23, (first + 1) << 23);
+            let (mut low, mut high) = (first, first + (1 << REST_BITS));
             if fraction(high - 1) > start + step {
                 while high - low > 1 {
                     let middle = low.midpoint(high);
                     if fraction(middle - 1) > start + step { high = middle } else { low = middle }
                 }
-                fractions[i].1[step as usize] = low;
+            } else {
+                low = high;
             }
+            fractions[i] |= (low - first) << (8 + 24 * step);
             step += 1;
         }
         i += 1;
@@ -60,12 +66,14 @@ static FRACTIONS: [(u64, [u64; 2]); 256] = {
 };
 
 /// Returns log2 of `x` in cost units, rounded down. `x` must not be 0.
-#[inline]
+#[inline(always)]
 pub(super) fn log2(x: u64) -> u64 {
-    let whole = x.ilog2();
-    let mantissa = if whole >= 31 { x >> (whole - 31) } else { x << (31 - whole) };
-    let (fraction, next) = FRACTIONS[(mantissa >> 23 & 255) as usize];
-    u64::from(whole) * BIT + fraction + u64::from(mantissa >= next[0]) + u64::from(mantissa >= next[1])
+    let zeros = x.leading_zeros();
+    let mantissa = x << zeros >> 32;
+    let packed = FRACTIONS[(mantissa >> REST_BITS & 255) as usize];
+    let rest = mantissa & ((1 << REST_BITS) - 1);
+    let more = u64::from(rest >= packed >> 8 & 0xFF_FFFF) + u64::from(rest >= packed >> 32);
+    u64::from(63 - zeros) * BIT + (packed & 0xFF) + more
 }
 
 /// Cost of each token in each class of a table set, without extra bits. Row: token. Column: class - 1.
@@ -114,8 +122,9 @@ mod tests {
     #[test]
     fn fractions_of_logarithms_are_those_of_repeated_squares() {
         let check = |mantissa: u64| assert_eq!(log2(mantissa), 31 * BIT + fraction(mantissa), "{mantissa:#x}");
-        for (i, (_, next)) in (256u64..).zip(&FRACTIONS) {
-            let (first, last) = (i << 23, (i << 23) + (1 << 23) - 1);
+        for (i, packed) in (256u64..).zip(&FRACTIONS) {
+            let (first, last) = (i << REST_BITS, ((i + 1) << REST_BITS) - 1);
+            let next = [packed >> 8 & 0xFF_FFFF, packed >> 32].map(|rest| first + rest);
             [first, last].into_iter().for_each(check);
             next.iter().flat_map(|&next| [next - 1, next]).filter(|mantissa| (first..=last).contains(mantissa)).for_each(check);
             (first..last).step_by(99_991).for_each(check);

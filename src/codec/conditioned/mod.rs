@@ -1,11 +1,12 @@
 //! Codec 2: entropy coding of the changes given the base lanes (`spec/codecs.md` section 4).
 //!
 //! One file per section: `context` (4.1), `tables` (4.2 and 4.3), `payload` (4.4), `stream` (4.5), `decode` (4.4 to 4.6). The
-//! spec leaves an encoder's choices open. `train` makes tables from a sample of all tensors. `stats` counts the changes of a
-//! chunk, `choice` chooses the parameters of its payload, and `encode` writes it. `values` computes the values of coded lanes. `window` has
-//! the lanes that are being decoded.
+//! spec leaves an encoder's choices open. `train` makes tables from a sample of all tensors, and `cluster` divides its statistics
+//! into classes. `stats` counts the changes of a chunk, `choice` chooses the parameters of its payload, and `encode` writes it.
+//! `values` computes the values of coded lanes. `window` has the lanes that are being decoded.
 
 mod choice;
+mod cluster;
 mod coded;
 mod context;
 mod cost;

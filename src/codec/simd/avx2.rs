@@ -1,6 +1,9 @@
 //! Inner loops with AVX2 and BMI2.
 
-use super::types::{Broken, CompactedLanes, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, StreamSteps, Tiles, Words};
+use super::types::{
+    Broken, CLASS_BITS, CompactedLanes, CountTile, CountTiles, DIGIT_BITS, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, ROWS,
+    StreamSteps, TILE_TOKENS, Tiles, Words,
+};
 use crate::lane::Lane;
 use std::arch::x86_64::*;
 
@@ -94,6 +97,49 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
         lanes += 32 / width;
         if lanes == 64 {
             (lanes, done) = (0, done + 1);
+        }
+    }
+}
+
+/// See [`super::Platform::keys`].
+#[target_feature(enable = "avx2")]
+pub(super) fn keys(counts: &CountTiles, costs: &[[u16; TILE_TOKENS]], class: u8, keys: &mut [[u64; ROWS]]) {
+    let load = |pairs: &[[u16; 2]; 8]| {
+        // SAFETY: the reference is to 32 bytes; unaligned access is allowed.
+        unsafe { _mm256_loadu_si256(pairs.as_ptr().cast()) }
+    };
+    let (low, class) = (_mm256_set1_epi64x(u32::MAX.into()), _mm256_set1_epi64x(class.into()));
+    let mut rest = &counts.tiles[..];
+    for (lengths, keys) in counts.lengths.iter().zip(keys) {
+        // Sums of four rows each.
+        let mut sums = [_mm256_setzero_si256(); ROWS / 4];
+        for &length in lengths {
+            let (tiles, after) = rest.split_at(length);
+            rest = after;
+            sums = sums.map(|sum| _mm256_slli_epi64::<{ DIGIT_BITS as i32 }>(sum));
+            for (CountTile(tile), costs) in tiles.iter().zip(costs) {
+                // Sums of 32 bits. A sum of two products is positive, so signed arithmetic gives the same.
+                let mut elements = [_mm256_setzero_si256(); 2];
+                for (pairs, &[even, odd]) in tile.iter().zip(costs.as_chunks().0) {
+                    let costs = _mm256_set1_epi32(i32::from(even) | i32::from(odd) << 16);
+                    for (sum, pairs) in elements.iter_mut().zip(pairs.as_chunks().0) {
+                        *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(load(pairs), costs));
+                    }
+                }
+                let [first, second] = elements;
+                let rows = [
+                    _mm256_and_si256(first, low),
+                    _mm256_and_si256(second, low),
+                    _mm256_srli_epi64::<32>(first),
+                    _mm256_srli_epi64::<32>(second),
+                ];
+                sums.iter_mut().zip(rows).for_each(|(sum, more)| *sum = _mm256_add_epi64(*sum, more));
+            }
+        }
+        for (keys, sum) in keys.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
+            let of_class = _mm256_or_si256(_mm256_slli_epi64::<{ CLASS_BITS as i32 }>(sum), class);
+            // SAFETY: `keys` has 32 bytes.
+            unsafe { _mm256_storeu_si256(keys.as_mut_ptr().cast(), of_class) };
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Inner loops of the codecs in hand-written vector instructions. One loop finds changed lanes. The others are for codec
-//! `conditioned`: they find coded lanes, pack values, and decode and encode steps. Tests check that all platforms give the same
-//! results.
+//! `conditioned`: they find coded lanes, pack values, decode and encode steps, and compute what rows of counts cost in a class.
+//! Tests check that all platforms give the same results.
 //!
 //! The codecs use `unsafe` only here and in [`crate::dispatch`]. The functions of this module are safe to call: a [`Platform`]
 //! other than [`Platform::SCALAR`] exists only if its instructions were detected.
@@ -15,6 +15,6 @@ mod types;
 
 pub(crate) use platform::{Platform, StreamFence};
 pub(crate) use types::{
-    Broken, CompactedLanes, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, ReverseWriter, STEP, StreamSteps,
-    Tiles, Words,
+    Broken, CLASS_BITS, CompactedLanes, CountTiles, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, ROWS,
+    ReverseWriter, STEP, StreamSteps, TILE_TOKENS, Tiles, Words,
 };

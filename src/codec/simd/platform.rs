@@ -2,7 +2,8 @@
 
 use super::scalar;
 use super::types::{
-    Broken, CompactedLanes, DecodeTable, EncodeTable, GROUP, HALF, ReverseWriter, SLOTS_LOG2, STEP, StreamSteps, TOKENS_32, Tiles,
+    Broken, CLASS_BITS, CompactedLanes, CountTiles, DecodeTable, EncodeTable, GROUP, HALF, ROWS, ReverseWriter, SLOTS_LOG2, STEP,
+    StreamSteps, TILE_TOKENS, TOKENS_32, Tiles,
 };
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
@@ -67,9 +68,10 @@ impl Platform {
         {
             if has_avx2() {
                 platforms.push(Self(Isa::Avx2));
-            }
-            if has_avx512() {
-                platforms.push(Self(Isa::Avx512));
+                // Some functions have no version of their own for AVX-512.
+                if has_avx512() {
+                    platforms.push(Self(Isa::Avx512));
+                }
             }
         }
         platforms
@@ -229,6 +231,22 @@ impl Platform {
         }
     }
 
+    /// Computes the key of each row in a class: `cost << CLASS_BITS | class`. The cost of a row is the sum of its counts, each times
+    /// the cost of its token. `costs` has the costs in the class, below 2^14. There are 16 keys per block, one per row.
+    ///
+    /// # Panics
+    /// If a key or the cost of a token is missing, or if the class has too many bits.
+    pub fn keys(self, counts: &CountTiles, costs: &[[u16; TILE_TOKENS]], class: u8, keys: &mut [[u64; ROWS]]) {
+        assert!(keys.len() == counts.blocks() && counts.longest <= costs.len() && class < 1 << CLASS_BITS);
+        debug_assert!(costs.as_flattened().iter().all(|&cost| cost < 1 << 14));
+        match self.0 {
+            Isa::Scalar => scalar::keys(counts, costs, class, keys),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: both variants are made only in `available`, after it has detected all features that the function enables.
+            Isa::Avx2 | Isa::Avx512 => unsafe { avx2::keys(counts, costs, class, keys) },
+        }
+    }
+
     /// Decodes steps of `count` lanes, 16 or 32, with `classes` from 0 to 15, to values of at most 32 bits. All streams have the
     /// same number of steps.
     ///
@@ -384,6 +402,27 @@ mod tests {
                 let mut masks = vec![7; expected.len()];
                 platform.differ(width, &base, &target, &mut masks);
                 prop_assert_eq!(&masks, &expected, "{:?}", platform);
+            }
+        }
+
+        #[test]
+        fn keys_are_the_same_on_every_platform(
+            rows in proptest::collection::vec(
+                proptest::collection::vec(prop_oneof![Just(0u32), 0u32..100, 0u32..1 << 16, any::<u32>(), Just(u32::MAX)], 0..40), 0..40),
+            costs in proptest::collection::vec(prop_oneof![0u16..1 << 14, Just((1 << 14) - 1)], 40),
+            class in 0u8..16,
+        ) {
+            let mut counts = CountTiles::default();
+            for block in rows.chunks(ROWS) {
+                counts.push(&block.iter().map(|row| &row[..]).collect::<Vec<_>>());
+            }
+            let cost = |row: &Vec<u32>| row.iter().zip(&costs).map(|(&count, &cost)| u64::from(count) * u64::from(cost)).sum::<u64>();
+            let expected: Vec<u64> = rows.iter().map(|row| cost(row) << CLASS_BITS | u64::from(class)).collect();
+            for platform in Platform::available() {
+                let mut keys = vec![[7; ROWS]; rows.len().div_ceil(ROWS)];
+                platform.keys(&counts, costs.as_chunks().0, class, &mut keys);
+                prop_assert_eq!(&keys.as_flattened()[..rows.len()], &expected, "{:?}", platform);
+                prop_assert!(keys.as_flattened()[rows.len()..].iter().all(|&key| key == u64::from(class)), "{:?}", platform);
             }
         }
 

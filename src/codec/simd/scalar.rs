@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::types::{CompactedLanes, HALF, Tiles};
+use super::types::{CLASS_BITS, CompactedLanes, CountTile, CountTiles, DIGIT_BITS, HALF, ROWS, TILE_TOKENS, Tiles};
 
 /// See [`super::Platform::compact`].
 pub(super) fn compact(
@@ -49,5 +49,29 @@ pub(super) fn pack<T: Copy>(lanes: &[T; HALF], mut mask: u64, out: &mut [T]) {
     for out in out.iter_mut().take(mask.count_ones() as usize) {
         *out = lanes[mask.trailing_zeros() as usize % HALF];
         mask &= mask.wrapping_sub(1);
+    }
+}
+
+/// See [`super::Platform::keys`].
+pub(super) fn keys(counts: &CountTiles, costs: &[[u16; TILE_TOKENS]], class: u8, keys: &mut [[u64; ROWS]]) {
+    let mut rest = &counts.tiles[..];
+    for (lengths, keys) in counts.lengths.iter().zip(keys) {
+        let mut sums = [0u64; ROWS];
+        for &length in lengths {
+            let (tiles, after) = rest.split_at(length);
+            rest = after;
+            sums = sums.map(|sum| sum << DIGIT_BITS);
+            for (CountTile(tile), costs) in tiles.iter().zip(costs) {
+                for (row, sum) in sums.iter_mut().enumerate() {
+                    let pairs = tile.iter().zip(costs.as_chunks::<2>().0);
+                    let [even, odd] = [0, 1].map(|i| {
+                        let products = pairs.clone().map(|(pairs, costs)| (pairs[CountTile::element(row)][i], costs[i]));
+                        products.map(|(digit, cost)| u32::from(digit) * u32::from(cost)).sum::<u32>()
+                    });
+                    *sum += u64::from(even + odd);
+                }
+            }
+        }
+        *keys = sums.map(|sum| sum << CLASS_BITS | u64::from(class));
     }
 }

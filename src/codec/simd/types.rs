@@ -199,6 +199,82 @@ impl ReverseWriter<'_> {
     }
 }
 
+/// Rows per block of [`CountTiles`].
+pub(crate) const ROWS: usize = 16;
+/// Tokens per tile of [`CountTiles`].
+pub(crate) const TILE_TOKENS: usize = 8;
+/// Bits per digit of a count. The sum of [`TILE_TOKENS`] digits, each times a cost below 2^14, is below 2^32.
+pub(super) const DIGIT_BITS: u32 = 15;
+/// Digits per count.
+pub(super) const DIGITS: usize = u32::BITS.div_ceil(DIGIT_BITS) as usize;
+/// Number of low bits of a key that [`super::Platform::keys`] sets to the class.
+pub(crate) const CLASS_BITS: u32 = 4;
+
+/// One digit of each count of 8 tokens in 16 rows, by pairs of tokens. The rows are in the order of [`CountTile::element`].
+#[derive(Clone, Copy, Default)]
+pub(super) struct CountTile(pub [[[u16; 2]; ROWS]; TILE_TOKENS / 2]);
+
+impl CountTile {
+    /// Returns the element of a row. Rows of the two halves alternate, so a vector of elements, taken as half as many wide
+    /// elements, has a row of the first half in each low half.
+    pub const fn element(row: usize) -> usize {
+        2 * (row % (ROWS / 2)) + row / (ROWS / 2)
+    }
+}
+
+/// Counts of tokens in blocks of 16 rows, for [`super::Platform::keys`].
+#[derive(Default)]
+pub(crate) struct CountTiles {
+    /// For each block, for each digit from the highest on: one tile per 8 tokens.
+    pub(super) tiles: Vec<CountTile>,
+    /// For each block, the number of tiles of each digit. Without a digit of more than 0, there is none.
+    pub(super) lengths: Vec<[usize; DIGITS]>,
+    /// The largest of these numbers.
+    pub(super) longest: usize,
+}
+
+impl CountTiles {
+    /// Adds a block of at most 16 rows. Each row has its counts by token.
+    pub fn push(&mut self, rows: &[&[u32]]) {
+        assert!(rows.len() <= ROWS);
+        let tokens = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+        let bits = rows.iter().copied().flatten().fold(0, |bits, count| bits | count);
+        let mut lengths = [0; DIGITS];
+        for (length, digit) in lengths.iter_mut().zip((0..DIGITS as u32).rev()) {
+            let shift = DIGIT_BITS * digit;
+            if bits >> shift == 0 {
+                continue;
+            }
+            let digit = |count: u32| (count >> shift) as u16 & ((1 << DIGIT_BITS) - 1);
+            let start = self.tiles.len();
+            self.tiles.resize(start + tokens.div_ceil(TILE_TOKENS), CountTile::default());
+            for (row, counts) in rows.iter().enumerate() {
+                let element = CountTile::element(row);
+                let (whole, rest) = counts.as_chunks::<TILE_TOKENS>();
+                for (tile, counts) in self.tiles[start..].iter_mut().zip(whole) {
+                    for (pairs, pair) in tile.0.iter_mut().zip(counts.as_chunks().0) {
+                        pairs[element] = pair.map(digit);
+                    }
+                }
+                for (token, &count) in rest.iter().enumerate() {
+                    self.tiles[start + whole.len()].0[token / 2][element][token % 2] = digit(count);
+                }
+            }
+            // Only the first tokens have high digits.
+            let is_zero = |tile: &CountTile| tile.0.as_flattened().as_flattened().iter().all(|&digit| digit == 0);
+            self.tiles.truncate(start + self.tiles[start..].iter().rposition(|tile| !is_zero(tile)).map_or(0, |last| last + 1));
+            *length = self.tiles.len() - start;
+            self.longest = self.longest.max(*length);
+        }
+        self.lengths.push(lengths);
+    }
+
+    /// Returns the number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.lengths.len()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
