@@ -64,6 +64,12 @@ pub trait Checkpoint: Sync {
         self.tensors().get(tensor_index).map(|tensor| Rectangle::whole(&tensor.shape)).into_iter().collect()
     }
 
+    /// Whether one rectangle of [`Checkpoint::held`] is all of the tensor.
+    #[doc(hidden)]
+    fn is_whole(&self, tensor_index: usize) -> bool {
+        matches!(&self.held(tensor_index)[..], [held] if held.extent == self.tensors()[tensor_index].shape)
+    }
+
     /// Whether the checkpoint has `size` bytes of a tensor from byte `offset` on: whether they belong to rectangles of
     /// [`Checkpoint::held`].
     fn holds(&self, _tensor_index: usize, _offset: u64, _size: usize) -> bool {

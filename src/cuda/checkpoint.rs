@@ -169,6 +169,12 @@ impl DeviceCheckpoint {
         })
     }
 
+    /// Returns the memory of a tensor that is one slice without gaps; `None` for another tensor.
+    pub(super) fn memory_of_whole(&self, tensor_index: usize) -> Option<DeviceSlice> {
+        let Memory { slice, pitch } = &self.slices.whole(tensor_index)?.memory;
+        pitch.is_none().then(|| slice.clone())
+    }
+
     /// Returns the memory of a rectangle of a tensor, and its rows if it has gaps. `what` names the checkpoint in errors.
     ///
     /// # Errors
@@ -234,6 +240,10 @@ impl Checkpoint for DeviceCheckpoint {
 
     fn held(&self, tensor_index: usize) -> Vec<Rectangle> {
         self.slices.rectangles(tensor_index)
+    }
+
+    fn is_whole(&self, tensor_index: usize) -> bool {
+        self.slices.whole(tensor_index).is_some()
     }
 
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {

@@ -150,18 +150,14 @@ impl<'a> Entries<'a> {
         if !options.cuts.is_empty() || !options.split.is_empty() {
             return Ok(false);
         }
-        let holds_all = |checkpoint: &dyn Checkpoint, i: usize| {
-            let [held] = &checkpoint.held(i)[..] else { return false };
-            held.extent == checkpoint.tensors()[i].shape
-        };
         for (i, info) in target.tensors().iter().enumerate() {
             lanes(info)?;
             let found = match base {
                 Some(base) => find_base(base, options.renamed.get(&info.name).unwrap_or(&info.name), info, options)?,
                 None => None,
             };
-            let of_base = found.zip(base).is_none_or(|(found, base)| found.derived.is_none() && holds_all(base, found.base));
-            if !of_base || !holds_all(target, i) {
+            let of_base = found.zip(base).is_none_or(|(found, base)| found.derived.is_none() && base.is_whole(found.base));
+            if !of_base || !target.is_whole(i) {
                 return Ok(false);
             }
         }

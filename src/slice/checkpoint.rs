@@ -79,7 +79,33 @@ impl Checkpoint for SliceCheckpoint<'_> {
         self.slices.rectangles(tensor_index)
     }
 
+    fn is_whole(&self, tensor_index: usize) -> bool {
+        self.slices.whole(tensor_index).is_some()
+    }
+
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
         self.slices.holds(tensor_index, offset, size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lane::Dtype;
+
+    #[test]
+    fn a_tensor_is_whole_if_one_slice_is_all_of_it() {
+        let of = |name: &str, origin: [u64; 2], extent: [u64; 2]| {
+            let tensor = TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![2, 3] };
+            Slice::new(tensor, Rectangle::new(origin, extent), &[0; 6][..(extent[0] * extent[1]) as usize])
+        };
+        let slices =
+            [of("all", [0, 0], [2, 3]), of("parts", [0, 0], [1, 3]), of("parts", [1, 0], [1, 3]), of("row", [1, 0], [1, 3])];
+        let checkpoint = SliceCheckpoint::new(slices).unwrap();
+        let is_whole: Vec<_> = (0..3).map(|i| checkpoint.is_whole(i)).collect();
+        assert_eq!(is_whole, [true, false, false]);
+        for (i, info) in checkpoint.tensors().iter().enumerate() {
+            assert_eq!(is_whole[i], checkpoint.held(i) == [Rectangle::whole(&info.shape)]);
+        }
     }
 }

@@ -84,6 +84,12 @@ impl<M> HeldSlices<M> {
         self.held.get(tensor_index).map_or(&[], |held| held)
     }
 
+    /// The slice of a tensor that is held whole.
+    pub fn whole(&self, tensor_index: usize) -> Option<&HeldSlice<M>> {
+        let [held] = self.of(tensor_index) else { return None };
+        (held.rectangle.extent == self.infos[tensor_index].shape).then_some(held)
+    }
+
     /// The rectangles of a tensor that are held.
     pub fn rectangles(&self, tensor_index: usize) -> Vec<Rectangle> {
         self.of(tensor_index).iter().map(|held| held.rectangle.clone()).collect()

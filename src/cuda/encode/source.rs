@@ -90,6 +90,11 @@ impl Source {
             let shape = &selection.target().tensors()[plan.target as usize].shape;
             let part = plan.part.as_ref().map(|part| Rectangle::new(part.origin.clone(), shape.clone()));
             let lanes = |what, checkpoint: &DeviceCheckpoint, tensor_index, shape: &[u64]| -> Result<_> {
+                // Most tensors are whole. Then no rectangles are made.
+                let whole = if part.is_none() { checkpoint.memory_of_whole(tensor_index) } else { None };
+                if let Some(memory) = whole {
+                    return Ok(Lanes { memory, rows: None, formed: None });
+                }
                 let rectangle = part.clone().unwrap_or_else(|| Rectangle::whole(shape));
                 let (memory, rows) = checkpoint.memory_of(what, tensor_index, &rectangle)?;
                 Ok(Lanes { memory, rows, formed: None })
