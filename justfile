@@ -9,10 +9,8 @@ check:
     cargo fmt --manifest-path fuzz/Cargo.toml --check
     scripts/cycles
     scripts/light
-    cargo clippy --all-targets --all-features -- -D warnings
-    cargo clippy --all-targets --no-default-features -- -D warnings
-    cargo clippy --package tpde-python --all-targets -- -D warnings
-    cargo clippy --package tpde-store --all-targets --all-features -- -D warnings
+    cargo clippy --workspace --all-targets --all-features -- -D warnings
+    cargo clippy --workspace --exclude tpde-python --all-targets --no-default-features -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
 
 # Every test: Rust, vectors, second reader, layouts, real checkpoints, Python package
