@@ -6,9 +6,10 @@
 // Destination of the target lanes in a pass over the chunk.
 enum : u32 {
     STORE_NONE = 0,
-    STORE_ALL = 1,     // all lanes of the output
-    STORE_CHANGES = 2, // changed lanes only, in place
-    STORE_LIST = 3,    // changed lanes, in a list that is applied after all checks
+    STORE_ALL = 1,      // all lanes of the output
+    STORE_CHANGES = 2,  // changed lanes only, in place
+    STORE_LIST = 3,     // changed lanes, in a list that is applied after all checks
+    STORE_AND_KEEP = 4, // all lanes of the output, in place; a slot keeps the base, to undo the stores
 };
 
 // A warp: appends the changes of its threads to the list of the chunk. Changes beyond the capacity of the list are

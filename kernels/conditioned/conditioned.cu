@@ -11,6 +11,7 @@ __device__ __forceinline__ bool is_plain(const Shared& shared) {
 template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store, Sums& sums) {
     if (FORMS_BASE || store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store, sums);
     else if (store == STORE_LIST) decode<W, TO_LIST, EXTRA>(store, sums);
+    else if (store == STORE_AND_KEEP) decode<W, KEEP_TILE, EXTRA>(store, sums);
     else decode<W, TO_OUTPUT, EXTRA>(store, sums);
 }
 
@@ -50,7 +51,7 @@ struct WithBase {
                     __syncthreads();
                     carry_out<W>();
                 } else {
-                    copy_target<W>(launch, offset, chunk.output);
+                    store_copy<W>(launch, offset);
                 }
                 return 0;
             }
@@ -58,7 +59,7 @@ struct WithBase {
         }
         u32 errors = open_payload<W>(launch, tables, dtype);
         if (errors) return errors;
-        kept = kept && (is_list ? is_plain(shared) && open_list<W>(launch) : open_target<W>(launch));
+        kept = kept && (is_list ? is_plain(shared) && open_list<W>(launch) : open_copy<W>(launch));
         kept = uniform(kept) != 0;
         // One call per way to store, instead of one call with a computed `store`. So `store` of the last call depends on
         // the mode and the record, but not on the payload.
@@ -71,7 +72,9 @@ struct WithBase {
             errors = pass<W>(STORE_NONE);
             if (errors) return errors;
         }
-        errors = pass<W>(kept ? STORE_ALL : store);
+        // In place and kept, the chunk is stored before it is checked, and restored from the slot if a check fails.
+        u32 kept_store = launch.mode == TPDE_MODE_DRY ? STORE_ALL : STORE_AND_KEEP;
+        errors = pass<W>(kept ? kept_store : store);
         if (kept) close_slot<W>(launch, false, errors);
         return errors;
     }

@@ -33,7 +33,7 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
             }
             sums.changed++;
             sums.target += lane_term<W>(at, base, target);
-            if (store == STORE_ALL || store == STORE_CHANGES) store_lane<W>(shared.chunk, at, target);
+            if (store != STORE_NONE && store != STORE_LIST) store_lane<W>(shared.chunk, at, target);
         }
         list_changes<W>(shared, threadIdx.x % WARP, before, valid && store == STORE_LIST, at * W, target);
     }

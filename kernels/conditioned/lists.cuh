@@ -1,4 +1,4 @@
-// Applications in place: scratch memory holds a list of changes, or the whole target of a chunk, until it may be stored
+// Applications in place: until a chunk is checked, scratch memory holds a list of its changes, its target or its base
 // (kernels/README.md).
 #pragma once
 #include "conditioned/changes.cuh"
@@ -47,24 +47,25 @@ template <int W> __device__ __forceinline__ bool open_list(const Launch& launch)
     return !is_dry || shared.slot != 0;
 }
 
-// Returns whether the list of the changes is short. Otherwise the whole target is kept in a slot, or the chunk is decoded
-// twice: writing and storing a long list takes longer.
+// Returns whether the list of the changes is short. Otherwise all lanes are kept, or the chunk is decoded twice: writing
+// and storing a long list takes longer.
 template <int W> __device__ __forceinline__ bool has_short_list(const Chunk& chunk) {
     return TPDE_SHORT_LIST * (u64)TPDE_LIST_BYTES((u64)chunk.num_deltas, W) <= (u64)chunk.lanes * W;
 }
 
-// Acquires memory for the target of the chunk, as open_list does for changes, and makes it the output of the chunk.
-template <int W> __device__ __forceinline__ bool open_target(const Launch& launch) {
+// Acquires memory for all lanes of the chunk: a slot for those of the base while the block decodes (IN_PLACE), or memory
+// for those of the target until the commit launch, which becomes the output of the chunk (DRY). Returns false if they do
+// not fit.
+template <int W> __device__ __forceinline__ bool open_copy(const Launch& launch) {
     Shared& shared = shared_memory();
     u32 bytes = shared.chunk.lanes * W;
     bool is_dry = launch.mode == TPDE_MODE_DRY;
-    if (!is_dry && bytes > launch.scratch_slot_bytes) return false;
+    if (!is_dry && (bytes > launch.scratch_slot_bytes || shared.chunk.base_lanes < shared.chunk.lanes)) return false;
     if (threadIdx.x == 0) {
         shared.slot = is_dry ? reserve(launch, bytes) : take_slot(launch);
-        if (!is_dry || shared.slot != 0) {
-            shared.output = shared.chunk.output;
-            shared.chunk.output.set_contiguous((u8*)slot_in(launch, shared.slot));
-        }
+        u8* at = (u8*)slot_in(launch, shared.slot);
+        if (!is_dry) shared.kept = at;
+        else if (shared.slot != 0) shared.chunk.output.set_contiguous(at);
     }
     __syncthreads();
     return !is_dry || shared.slot != 0;
@@ -93,32 +94,30 @@ template <int W> __device__ __noinline__ void carry_out() {
     }
 }
 
-// All threads: copies the target of the chunk from a slot (IN_PLACE) or a reserved offset (COMMIT) to the output.
-template <int W> __device__ __forceinline__ void copy_target(const Launch& launch, u32 slot, const Bytes& output) {
+// All threads: copies the lanes of the chunk from a slot (IN_PLACE) or a reserved offset (COMMIT) to the output.
+template <int W> __device__ __forceinline__ void store_copy(const Launch& launch, u32 slot) {
 #if !FORMS_BASE // chunks whose base lanes are formed have no application in place
     Chunk& chunk = shared_memory().chunk;
     __syncthreads(); // all threads have read the chunk
     if (threadIdx.x == 0) {
         chunk.base.set_contiguous((u8*)slot_in(launch, slot));
         chunk.base_lanes = chunk.lanes;
-        chunk.output = output;
     }
     __syncthreads();
     copy<W>(true);
 #endif
 }
 
-// Called after a pass. Stores the list or the target and frees the slot (IN_PLACE), or records its offset (DRY).
+// Called after a pass. Stores the list, or undoes the stores if a check has failed, and frees the slot (IN_PLACE). Or
+// records the offset of the list or target (DRY).
 template <int W> __device__ __forceinline__ void close_slot(const Launch& launch, bool is_list, u32 errors) {
     Shared& shared = shared_memory();
     if (launch.mode == TPDE_MODE_DRY) {
         if (threadIdx.x == 0 && errors == 0) ((u32*)launch.scratch)[1 + launch_index(launch)] = shared.slot;
         return;
     }
-    if (errors == 0) {
-        if (is_list) carry_out<W>();
-        else copy_target<W>(launch, shared.slot, shared.output);
-    }
+    if (is_list && errors == 0) carry_out<W>();
+    if (!is_list && errors != 0) store_copy<W>(launch, shared.slot);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();

@@ -36,7 +36,7 @@ struct alignas(BUCKET_BYTES) Shared {
     Classes classes;
     Totals totals;
     ChangeList list;
-    Bytes output; // of a chunk whose target is in a slot of the scratch memory until it is checked
+    u8* kept; // slot with the base lanes of a chunk that is stored before it is checked
     u32 slot, listed, used;
     u32 extra; // whether any class in use has symbols with extra bits
 };

@@ -58,6 +58,11 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
 #endif
     u64 base_sum = row * tile_sum<W>(shared.weights, work.number, thread, pieces);
     if (!FORMS_BASE) write_tile<W>(tile, thread, pieces);
+    if constexpr (HOW == KEEP_TILE) {
+        u8* kept = shared.kept + (first + thread * Shape::UNIT) * W;
+#pragma unroll
+        for (int p = 0; p < Shape::PIECES; p++) __stcs((uint4*)(kept + Shape::lane_of(p) * W), pieces[p]);
+    }
     CodedLanes coded =
         find_coded<W>(shared, work.bits, activities, thread, work.states == WARP && !work.marked, pieces, tile);
     // Loads the next tile while this tile is decoded.
@@ -82,7 +87,7 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
         u32 position = first * W + at;
         bool changed = moved != 0;
         count_if(work.sums.changed, changed);
-        if constexpr (HOW == TO_TILE) {
+        if constexpr (HOW == TO_TILE || HOW == KEEP_TILE) {
             if (in_rows || changed) set_shared_lane<W>(lanes + at, move_lane_in<W>(base, moved, magnitude));
         } else {
             T target = move_lane<W>(base, moved, magnitude);
@@ -168,7 +173,7 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
                 work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
     }
-    if constexpr (HOW == TO_TILE) {
+    if constexpr (HOW == TO_TILE || HOW == KEEP_TILE) {
         __syncwarp();
         uint4 out[Shape::PIECES];
         read_tile<W>(tile, thread, out);

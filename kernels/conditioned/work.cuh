@@ -6,7 +6,8 @@
 enum : int {
     TO_LIST,   // fast path; appends changes to the list (STORE_LIST)
     TO_OUTPUT, // fast path; stores each change on its own (other STORE_…)
-    TO_TILE,   // fast path; writes changes to the tile in shared memory, and stores the whole tile
+    TO_TILE,   // fast path; writes changes to the tile in shared memory, and stores the whole tile (STORE_ALL)
+    KEEP_TILE, // the same; first copies the base lanes of the tile to the slot (STORE_AND_KEEP)
     LOW_BITS,  // fast path without a base: floats with low bits, all lanes coded
     SLOWLY,    // general path, lane by lane
 };

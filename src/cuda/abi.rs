@@ -260,8 +260,8 @@ pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
     (changes.next_multiple_of(2) * 4 + (changes << lane_log2)).next_multiple_of(LIST_STEP)
 }
 
-/// `TPDE_SHORT_LIST`: whether a chunk keeps a list of its changes, and not its target. The kernel
-/// compares the size before it is rounded up, so it may keep a list where this says no. A list needs less memory than a target.
+/// `TPDE_SHORT_LIST`: whether a chunk keeps a list of its changes, and not all its lanes. The kernel
+/// compares the size before it is rounded up, so it may keep a list where this says no. A list needs less memory than all lanes.
 pub(super) fn is_short_list(list_bytes: u64, target_bytes: u64) -> bool {
     u64::from(const { defined("TPDE_SHORT_LIST") }) * list_bytes <= target_bytes
 }

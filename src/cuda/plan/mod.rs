@@ -197,18 +197,18 @@ impl<'a> ApplyPlan<'a> {
         self.compared
     }
 
-    /// Limits the scratch memory of an application in place. It keeps the changes or the targets of chunks until they may be stored.
+    /// Limits the scratch memory of an application in place. It keeps lanes of chunks until the chunks are checked.
     /// Chunks that do not fit are decoded twice. The default is 1 GiB, or 48 MiB in memory of the caller.
     #[must_use]
     pub fn max_scratch_bytes(self, bytes: u64) -> Self {
         Self { max_scratch_bytes: Some(bytes), ..self }
     }
 
-    /// Returns the scratch memory of this application, without an address. A chunk keeps a list of its changes, or its target if the
-    /// list is not short.
-    /// - [`InPlace::AllChecked`]: memory for all lists and targets, within the limit.
-    /// - [`InPlace::ChunkByChunk`]: one slot per concurrent block, as large as the largest list or target. If that exceeds the
-    ///   limit, or no chunk keeps its target, slots are for lists alone: in the scratch memory of the device, or in memory of the
+    /// Returns the scratch memory of this application, without an address. A chunk keeps a list of its changes, or all its lanes
+    /// if the list is not short.
+    /// - [`InPlace::AllChecked`]: memory for all chunks, within the limit.
+    /// - [`InPlace::ChunkByChunk`]: one slot per concurrent block, as large as the most that a chunk keeps. If that exceeds the
+    ///   limit, or no chunk keeps all its lanes, slots are for lists alone: in the scratch memory of the device, or in memory of the
     ///   caller. If lists exceed the limit, slots are smaller: decoding some chunks twice costs less than blocks that wait for a
     ///   slot.
     pub(super) fn scratch(&self, in_caller_memory: bool) -> Option<Scratch> {
