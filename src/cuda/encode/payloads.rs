@@ -1,6 +1,6 @@
 //! Streams and payloads of the chunks of a wave.
 
-use super::chunks::{Chunk, Tables, Wave, states_in};
+use super::chunks::{Chunk, Tables, Wave, states_in, tiles_of};
 use super::limits::Limits;
 use super::session::{Drained, Session};
 use crate::codec::conditioned::{size_of_cost, uncoded_bytes};
@@ -11,6 +11,7 @@ use crate::cuda::runtime::memory::DeviceSlice;
 use crate::digest;
 use crate::error::{Error, Result};
 use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader, DIGEST_SIZE, PAYLOAD_ALIGN};
+use std::cmp::Reverse;
 use std::mem::offset_of;
 use std::ops::Range;
 
@@ -51,6 +52,19 @@ fn words(chunk: &Chunk<'_>) -> u64 {
     u64::from(chunk.state.coded) * u64::from(chunk.device.words_scale) / 256 + segments * u64::from(abi::ENCODE_SPARE)
 }
 
+/// Returns the room for the streams of a chunk, or for its payload if it has none, in bytes.
+fn room(chunk: &Chunk<'_>) -> u64 {
+    if chunk.device.form == form::CODED { 2 * words(chunk) } else { payload_size(chunk) }
+}
+
+/// Returns about how long a segment of a chunk takes to encode. The unit is a step.
+fn segment_cost(chunk: &Chunk<'_>) -> u32 {
+    let EncodeChunk { states_log2, segments_log2, .. } = chunk.device;
+    // The last step of a tile may be short, and its lanes are read.
+    let steps = (chunk.state.coded >> states_log2) + 4 * tiles_of(&chunk.device);
+    steps >> segments_log2
+}
+
 /// Returns the size of a payload in bytes, without padding.
 fn payload_size(chunk: &Chunk<'_>) -> u64 {
     let Chunk { device, state, .. } = chunk;
@@ -89,11 +103,13 @@ pub(super) fn write<E: From<Error>>(
     }
     let mut first = 0;
     while first < wave.chunks.len() {
+        // Ranges have about the same size: a small one would leave much of the device idle.
+        let rest: u64 = wave.chunks[first..].iter().map(room).sum();
+        let even = rest.div_ceil(rest.div_ceil(limits.payloads.max(1)).max(1));
         let (mut end, mut bytes) = (first, 0);
         while end < wave.chunks.len() {
-            let chunk = &wave.chunks[end];
-            let more = if chunk.device.form == form::CODED { 2 * words(chunk) } else { payload_size(chunk) };
-            if end > first && bytes + more > limits.payloads {
+            let more = room(&wave.chunks[end]);
+            if end > first && (bytes >= even || bytes + more > limits.payloads) {
                 break;
             }
             (bytes, end) = (bytes + more, end + 1);
@@ -187,7 +203,10 @@ fn encode_streams(
     let memory = session.alloc(bytes)?;
     let (mut at, mut segments) = (memory.address(), 0);
     let mut list = Vec::with_capacity(pending.len());
-    for &i in pending {
+    // Long segments begin first, so that no multiprocessor is busy much longer than the others.
+    let mut longest_first = pending.to_vec();
+    longest_first.sort_by_key(|&i| Reverse(segment_cost(&wave.chunks[i])));
+    for i in longest_first {
         let room = (2 * words(&wave.chunks[i])).next_multiple_of(16);
         let device = &mut wave.chunks[i].device;
         (device.words, device.first_segment) = (at, segments);
