@@ -255,7 +255,7 @@ enum : u32 {
 #define TPDE_LIST_LANES_AT(n) (((n) + 1) / 2 * 8)
 #define TPDE_LIST_BYTES(n, width) (TPDE_LIST_LANES_AT(n) + (n) * (width))
 
-// A list is short if it takes at most 1/TPDE_SHORT_LIST of the bytes of its chunk. Only short lists are kept.
+// A list is short if it takes at most 1/TPDE_SHORT_LIST of the bytes of its chunk. Other chunks keep all their lanes.
 #define TPDE_SHORT_LIST 4
 
 #define TPDE_ROW_WORDS 1024        // words per row of the chunk sums

@@ -7,8 +7,8 @@
 #endif
 #include "conditioned/decoder.cuh"
 
-// All threads: applies the exceptions of the payload. A lane with an exception has no other change, so the output still
-// holds its base lane.
+// All threads: applies the exceptions of the payload. In place, the output has what this pass has stored, so base lanes are
+// those in the slot. Otherwise no pass stores to the base before all checks of the chunk.
 template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
     Shared& shared = shared_memory();
     typedef typename WideOf<W>::type T;
@@ -24,7 +24,8 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
         }
         if (valid) {
             T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i),
-              base = load_lane<W>(shared.chunk, at);
+              base = store == STORE_AND_KEEP ? ((const typename LaneOf<W>::type*)shared.kept)[at]
+                                             : load_lane<W>(shared.chunk, at);
             target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
             if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
             if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&

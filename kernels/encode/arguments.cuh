@@ -117,18 +117,18 @@ TPDE_SIZE(EncodeTables, 44352);
 
 // The parameter of all kernels in encode/, passed by value.
 struct Encode {
-    u64 chunks;     // const EncodeChunk*
-    u64 tables;     // const EncodeTables*
-    u64 scratch;    // per block of `tpde_encode_choose` and `tpde_encode_sample`: TPDE_ENCODE_CHOOSE_SCRATCH bytes, and
-                    // u32[TPDE_ENCODE_ROWS][tokens], zeros before and after a launch
-    u64 groups;     // u64[TPDE_ENCODE_GROUPS][tokens]: token counts of the groups of contexts of a sample
-    u64 rows;       // u64[1 + tokens] each: the groups that occur, with their index in `groups`
-    u64 found;      // u32[2]: number of rows, and number of changed lanes of a sample
-    u32 count;      // number of chunks
-    u32 parts;      // number of parts, or of segments, of all chunks
-    u32 tokens;     // number of tokens of the dtype of a sample
-    u32 alone;      // a warp of `tpde_encode_streams` encodes a segment alone
-    u32 slot_bytes; // size of the scratch memory of a block
+    u64 chunks;  // const EncodeChunk*
+    u64 tables;  // const EncodeTables*
+    u64 scratch; // per block of `tpde_encode_choose` and `tpde_encode_sample`: TPDE_ENCODE_CHOOSE_SCRATCH bytes, and
+                 // u32[TPDE_ENCODE_ROWS][tokens], zeros before and after a launch
+    u64 groups;  // u64[TPDE_ENCODE_GROUPS][tokens]: token counts of the groups of contexts of a sample
+    u64 rows;    // u64[1 + tokens] each: the groups that occur, with their index in `groups`
+    u64 found;   // u32[2]: number of rows, and number of changed lanes of a sample
+    u32 count;   // number of chunks
+    u32 parts;   // number of parts, or of segments, of all chunks
+    u32 tokens;  // number of tokens of the dtype of a sample
+    u32 first_alone; // from this segment on, a warp of `tpde_encode_streams` encodes a segment; before it, a block
+    u32 slot_bytes;  // size of the scratch memory of a block
     u32 reserved;
 };
 TPDE_OFFSET(Encode, chunks, 0);
@@ -140,7 +140,7 @@ TPDE_OFFSET(Encode, found, 40);
 TPDE_OFFSET(Encode, count, 48);
 TPDE_OFFSET(Encode, parts, 52);
 TPDE_OFFSET(Encode, tokens, 56);
-TPDE_OFFSET(Encode, alone, 60);
+TPDE_OFFSET(Encode, first_alone, 60);
 TPDE_OFFSET(Encode, slot_bytes, 64);
 TPDE_OFFSET(Encode, reserved, 68);
 TPDE_SIZE(Encode, 72);

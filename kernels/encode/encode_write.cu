@@ -35,16 +35,18 @@ struct StreamSegment {
     }
 };
 
-// A block per segment, or with `alone` a warp.
+// A block or a warp per segment.
 extern "C" __global__ void __launch_bounds__(TPDE_ENCODE_STREAM_THREADS, 6)
     tpde_encode_streams(const __grid_constant__ Encode encode) {
     __shared__ StreamShared shared;
-    u32 segment = encode.alone ? blockIdx.x * STREAM_WARPS + uniform(threadIdx.x / WARP) : blockIdx.x;
+    bool alone = blockIdx.x >= encode.first_alone;
+    u32 warp = uniform(threadIdx.x / WARP), behind = blockIdx.x - encode.first_alone;
+    u32 segment = alone ? encode.first_alone + behind * STREAM_WARPS + warp : blockIdx.x;
     if (segment >= encode.parts) return;
     u32 number = chunk_of(encode, &EncodeChunk::first_segment, segment);
     EncodeChunk chunk = ((const EncodeChunk*)encode.chunks)[number];
     const EncodeTables& tables = ((const EncodeTables*)encode.tables)[chunk.tables];
-    u32 warps = encode.alone ? 1 : STREAM_WARPS;
+    u32 warps = alone ? 1 : STREAM_WARPS;
     with_width(chunk.lane_log2,
                StreamSegment{chunk, state_of(chunk), tables, segment - chunk.first_segment, warps, shared});
 }

@@ -181,8 +181,8 @@ def apply_(
             - ``"all_checked"``: everything. Writing is not interrupted, so whatever is raised, the weights are the base or the
               target. The exception is a blob that changes or cannot be read, or a device that fails, while the weights are written.
               On the CPU, CRC, sums and all digests are compared; on a CUDA device, CRC, sums and digests of targets.
-            - ``"chunk_by_chunk"``: CRC and sums of each chunk, just before the chunk is written. On a CUDA device, digests of
-              targets are compared afterwards. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway,
+            - ``"chunk_by_chunk"``: CRC and sums of each chunk. A chunk that fails is unchanged. On a CUDA device, digests of
+              targets are compared afterwards, and nothing else may access the weights during the call. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway,
               the exception of the interruption (such as ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either
               way the weights are a mixture. On the CPU, a forged blob is detected from format 1.2 on.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in

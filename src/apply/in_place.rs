@@ -23,7 +23,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 /// Only digests detect a forged blob, because CRC and chunk sums are linear. If the pair digest covers the payloads (format 1.2),
 /// both modes compare digests of payloads before they write: if the index does not store them, all payloads of the pair are
 /// hashed first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device both
-/// modes compare digests of targets; see module `cuda`.
+/// modes compare digests of targets, and chunk by chunk, some chunks are written before they are checked, and restored if a
+/// check fails; see module `cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InPlace {

@@ -200,7 +200,7 @@ pub(super) struct Encode {
     pub count: u32,
     pub parts: u32,
     pub tokens: u32,
-    pub alone: u32,
+    pub first_alone: u32,
     pub slot_bytes: u32,
     pub reserved: u32,
 }
@@ -401,7 +401,7 @@ mod tests {
                 base_sum, target_sum, cost, changed, largest, center, coded, exceptions, overflow, crc32, first_context,
                 context_count, activity_bits, stream_words, stream_at, classes,
             }
-            Encode { chunks, tables, scratch, groups, rows, found, count, parts, tokens, alone, slot_bytes, reserved }
+            Encode { chunks, tables, scratch, groups, rows, found, count, parts, tokens, first_alone, slot_bytes, reserved }
         });
         let entries = 16 << 8;
         ours.insert("EncodeTables.entries".into(), 0);

@@ -110,7 +110,7 @@ impl<'a> Application<'a> {
     }
 
     /// Returns which payloads a launch compares with the digests that the pair digest covers. A wrong digest is an error like any
-    /// other: out of place, discard the output; in place nothing is written, or not the chunk.
+    /// other: out of place, discard the output; in place nothing is written, or the chunk is unchanged.
     pub fn payload_digests(&self) -> PayloadDigests {
         self.prepared.compared
     }

@@ -52,15 +52,15 @@ fn words(chunk: &Chunk<'_>) -> u64 {
     u64::from(chunk.state.coded) * u64::from(chunk.device.words_scale) / 256 + segments * u64::from(abi::ENCODE_SPARE)
 }
 
-/// Returns the room for the streams of a chunk, or for its payload if it has none, in bytes.
-fn room(chunk: &Chunk<'_>) -> u64 {
+/// Returns the number of bytes reserved for the streams of a chunk, or for its payload if it has none.
+fn stream_bytes(chunk: &Chunk<'_>) -> u64 {
     if chunk.device.form == form::CODED { 2 * words(chunk) } else { payload_size(chunk) }
 }
 
-/// Returns about how long a segment of a chunk takes to encode. The unit is a step.
+/// Returns the estimated cost of a segment of a chunk, in steps.
 fn segment_cost(chunk: &Chunk<'_>) -> u32 {
     let EncodeChunk { states_log2, segments_log2, .. } = chunk.device;
-    // The last step of a tile may be short, and its lanes are read.
+    // A tile costs about 4 steps more: it is read, and its last step may be short.
     let steps = (chunk.state.coded >> states_log2) + 4 * tiles_of(&chunk.device);
     steps >> segments_log2
 }
@@ -104,12 +104,12 @@ pub(super) fn write<E: From<Error>>(
     let mut first = 0;
     while first < wave.chunks.len() {
         // Ranges have about the same size: a small one would leave much of the device idle.
-        let rest: u64 = wave.chunks[first..].iter().map(room).sum();
+        let rest: u64 = wave.chunks[first..].iter().map(stream_bytes).sum();
         let even = rest.div_ceil(rest.div_ceil(limits.payloads.max(1)).max(1));
         let (mut end, mut bytes) = (first, 0);
         while end < wave.chunks.len() {
-            let more = room(&wave.chunks[end]);
-            if end > first && (bytes >= even || bytes + more > limits.payloads) {
+            let more = stream_bytes(&wave.chunks[end]);
+            if end > first && more > 0 && (bytes >= even || bytes + more > limits.payloads) {
                 break;
             }
             (bytes, end) = (bytes + more, end + 1);
@@ -203,18 +203,25 @@ fn encode_streams(
     let memory = session.alloc(bytes)?;
     let (mut at, mut segments) = (memory.address(), 0);
     let mut list = Vec::with_capacity(pending.len());
-    // Long segments begin first, so that no multiprocessor is busy much longer than the others.
+    // Longest segments first, to balance the multiprocessors.
     let mut longest_first = pending.to_vec();
     longest_first.sort_by_key(|&i| Reverse(segment_cost(&wave.chunks[i])));
-    for i in longest_first {
+    for &i in &longest_first {
         let room = (2 * words(&wave.chunks[i])).next_multiple_of(16);
         let device = &mut wave.chunks[i].device;
         (device.words, device.first_segment) = (at, segments);
         (at, segments) = (at + room, segments + (1 << device.segments_log2));
         list.push(*device);
     }
-    // Many segments keep the device busy with a warp each. Few need several warps, to be encoded in less time.
-    let alone = u64::from(segments) >= limits.alone * u64::from(session.device.multiprocessors);
+    // Many segments keep the device busy with a warp each. Few, and much longer ones, get a block each, to take less time.
+    let costs = || longest_first.iter().map(|&i| (&wave.chunks[i], segment_cost(&wave.chunks[i])));
+    let count_of = |chunk: &Chunk<'_>| 1u32 << chunk.device.segments_log2;
+    let total: u64 = costs().map(|(chunk, cost)| u64::from(cost) * u64::from(count_of(chunk))).sum();
+    let long = 2 * (total / u64::from(segments.max(1)));
+    let first_alone = match u64::from(segments) < limits.alone * u64::from(session.device.multiprocessors) {
+        true => segments,
+        false => costs().take_while(|&(_, cost)| u64::from(cost) > long).map(|(chunk, _)| count_of(chunk)).sum(),
+    };
     let uploaded = session.upload(&list)?;
     let _drained = Drained(session);
     let parameter = abi::Encode {
@@ -222,10 +229,10 @@ fn encode_streams(
         tables: tables.address(),
         count: list.len() as u32,
         parts: segments,
-        alone: u32::from(alone),
+        first_alone,
         ..abi::Encode::default()
     };
-    let blocks = if alone { segments.div_ceil(abi::ENCODE_STREAM_THREADS / 32) } else { segments };
+    let blocks = first_alone + (segments - first_alone).div_ceil(abi::ENCODE_STREAM_THREADS / 32);
     session.launch(session.kernels.streams, blocks, &parameter)?;
     let [states] = session.read([&states_of(wave, &range)?])?;
     set_states(wave, range, &states);

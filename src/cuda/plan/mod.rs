@@ -147,7 +147,7 @@ impl<'a> ApplyPlan<'a> {
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
     /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases, the
-    /// payloads if they are copied, and in place the lists of changes, up to `max_scratch_bytes`. Comparing payload digests adds 4
+    /// payloads if they are copied, and in place lists of changes and copies of lanes, up to `max_scratch_bytes`. Comparing payload digests adds 4
     /// per chunk, 16 per chunk of the pair if the index has only the root, and 16 to 70 per 32 KiB of a payload. Comparing digests
     /// of tensors adds 68 per tensor and 34 per 32 KiB of the targets. With [`InPlace::AllChecked`] it also adds the targets, up to
     /// 512 MiB, or two chunks if these are larger.
@@ -212,7 +212,7 @@ impl<'a> ApplyPlan<'a> {
     ///   caller. If lists exceed the limit, slots are smaller: decoding some chunks twice costs less than blocks that wait for a
     ///   slot.
     pub(super) fn scratch(&self, in_caller_memory: bool) -> Option<Scratch> {
-        let (mut chunks, mut largest_list, mut largest_target, mut all) = (0, 0, 0, 0);
+        let (mut chunks, mut largest_list, mut largest_copy, mut all) = (0, 0, 0, 0);
         for binding in &self.bindings {
             let Ok(tensor) = self.index.tensor(binding.tensor) else { continue };
             if tensor.codec != Codec::Conditioned {
@@ -221,17 +221,21 @@ impl<'a> ApplyPlan<'a> {
             let lane_log2 = tensor.device.lane_log2;
             for chunk in tensor.chunks() {
                 let changes = u64::from(self.index.uploaded.records[chunk as usize].num_deltas.get());
-                let (list, target) = (abi::list_bytes(changes, lane_log2), tensor.chunk_lanes(chunk) << lane_log2);
-                if changes == 0 {
+                let lanes = tensor.chunk_lanes(chunk);
+                let base_lanes = tensor.device.base_lanes.saturating_sub(tensor.first_lane(chunk)).min(lanes);
+                // Chunks without base lanes keep nothing.
+                if changes == 0 || base_lanes == 0 {
                     continue;
                 }
                 chunks += 1;
-                if abi::is_short_list(list, target) {
+                let (list, copy) = (abi::list_bytes(changes, lane_log2), lanes << lane_log2);
+                if base_lanes == lanes && abi::is_short_list(list, copy) {
                     largest_list = largest_list.max(list);
                     all += list;
                 } else {
-                    largest_target = largest_target.max(target);
-                    all += target.next_multiple_of(abi::LIST_STEP);
+                    // Chunk by chunk, only whole bases are copied.
+                    largest_copy = largest_copy.max(if base_lanes == lanes { copy } else { 0 });
+                    all += copy.next_multiple_of(abi::LIST_STEP);
                 }
             }
         }
@@ -241,11 +245,11 @@ impl<'a> ApplyPlan<'a> {
             Mode::OutOfPlace => None,
             Mode::InPlace(InPlace::AllChecked) => Scratch::kept(self.schedule.order.len() as u32, all, most),
             Mode::InPlace(InPlace::ChunkByChunk) => {
-                let slot_bytes = largest_target.max(largest_list);
-                let with_targets = || Scratch::of_targets(chunks, slot_bytes, multiprocessors, most);
+                let slot_bytes = largest_copy.max(largest_list);
+                let of_lanes = || Scratch::of_lanes(chunks, slot_bytes, multiprocessors, most);
                 let of_lists = || Scratch::of_chunks(chunks, largest_list, multiprocessors, most);
-                let with_targets = if largest_target > 0 { with_targets() } else { None };
-                with_targets.or_else(|| if in_caller_memory { of_lists() } else { None })
+                let of_lanes = if largest_copy > 0 { of_lanes() } else { None };
+                of_lanes.or_else(|| if in_caller_memory { of_lists() } else { None })
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Sizes of the scratch memory for lists of changes (`kernels/README.md`).
+//! Sizes of the scratch memory for lists of changes and copies of lanes (`kernels/README.md`).
 
 use crate::cuda::abi::{self, LIST_STEP};
 
@@ -52,9 +52,9 @@ impl Scratch {
         (slot_bytes > 0).then_some(Self::new(*slot_count, slot_bytes))
     }
 
-    /// Returns slots of `bytes` bytes, for targets of chunks, one per resident block or per chunk. Returns `None` if they exceed
+    /// Returns slots of `bytes` bytes, for all lanes of a chunk, one per resident block or per chunk. Returns `None` if they exceed
     /// `most` bytes in total.
-    pub fn of_targets(chunks: u32, bytes: u64, multiprocessors: u32, most: u64) -> Option<Self> {
+    pub fn of_lanes(chunks: u32, bytes: u64, multiprocessors: u32, most: u64) -> Option<Self> {
         let slot_bytes = u32::try_from(bytes.next_multiple_of(LIST_STEP)).ok()?;
         let scratch = Self::new((RESIDENT_BLOCKS * multiprocessors).min(chunks), slot_bytes);
         (scratch.bytes <= most).then_some(scratch)
@@ -90,10 +90,10 @@ mod tests {
             assert_eq!((scratch.slots, scratch.slot_bytes), (slots, slot_bytes), "{chunks} chunks of {changes} bytes");
             assert!(scratch.bytes <= most && u64::from(scratch.slot_bytes).is_multiple_of(LIST_STEP));
         }
-        assert!(Scratch::of_targets(9, 1000, 132, 9 * 1024 + 255).is_none());
-        let scratch = Scratch::of_targets(9, 1000, 132, 9 * 1024 + 256).unwrap();
+        assert!(Scratch::of_lanes(9, 1000, 132, 9 * 1024 + 255).is_none());
+        let scratch = Scratch::of_lanes(9, 1000, 132, 9 * 1024 + 256).unwrap();
         assert_eq!((scratch.slots, scratch.slot_bytes, scratch.bytes), (9, 1024, 9 * 1024 + 256));
-        let scratch = Scratch::of_targets(5000, 1 << 20, 132, 1 << 30).unwrap();
+        let scratch = Scratch::of_lanes(5000, 1 << 20, 132, 1 << 30).unwrap();
         assert_eq!((scratch.slots, scratch.slot_bytes), (396, 1 << 20), "one per resident block");
         assert!(Scratch::kept(9, 0, 48 << 20).is_none());
         assert!(Scratch::kept(9, 256, 300).is_none());

@@ -25,6 +25,7 @@ pub fn all() -> Vec<Fault> {
         full_lists(),
         low_bits_at_the_end(),
         nothing_coded(),
+        changed_by_low_bits_twice(),
     ]
     .into_iter()
     .flatten()
@@ -296,6 +297,33 @@ fn nothing_coded() -> Vec<Fault> {
         faults.push(Fault { name: format!("nothing coded, a state too large, {with}"), case, rule: Some(Rule::PayloadStream) });
     }
     faults
+}
+
+/// A lane that is not coded, whose low bits lead to a context that is coded, and which has an exception as well. The exception leads
+/// back, so the sums fit. Many lanes change, so in place all base lanes are kept.
+fn changed_by_low_bits_twice() -> Vec<Fault> {
+    let set = random_set(&mut Random(4), 1, 32, true);
+    let fault = |(dtype, shift): (Dtype, u32), lane: usize| {
+        let below_one = (127u32 << shift) - 1;
+        let base_of = |i: usize| if i == lane { below_one } else { below_one - 200 + i as u32 % 100 };
+        let bytes_of = |lane_of: &dyn Fn(usize) -> u32| -> Vec<u8> {
+            (0..2500).flat_map(|i| lane_of(i).to_le_bytes().into_iter().take(dtype.lane_bytes())).collect()
+        };
+        let base = bytes_of(&base_of);
+        // The delta of each change is 2, within the low bits. The exception has delta 1: one back.
+        let changed = bytes_of(&|i| base_of(i) + u32::from(i == lane || i.is_multiple_of(3)));
+        let target = bytes_of(&|i| base_of(i) + u32::from(i != lane && i.is_multiple_of(3)));
+        let plan = Plan { low_bits: 8, first_context: 126, clash: Some(lane), ..plain(vec![vec![0, 1]]) };
+        let mut case = Case::new(dtype, Some(set.clone()), base.clone(), &target, write(dtype, &plan, &set, &base, &changed));
+        case.num_deltas += 2;
+        Fault {
+            name: format!("{dtype}, lane {lane} changed by low bits and an exception"),
+            case,
+            rule: Some(Rule::PayloadPositions),
+        }
+    };
+    let dtypes = [(Dtype::Bf16, 7), (Dtype::F32, 23)];
+    dtypes.into_iter().flat_map(|dtype| [5, 700, 2499].map(|lane| fault(dtype, lane))).collect()
 }
 
 /// The processor refuses each chunk with its rule.
