@@ -67,10 +67,10 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         };
         let jobs: Vec<_> = plans.iter().enumerate().flat_map(|(i, plan)| chunks_of(i, plan)).collect();
         let waves = waves(&jobs, &source, job.limits);
-        let train = || {
+        let train = |queued: &mut dyn FnMut()| {
             let mut first = None;
             if options.codec != CodecChoice::Device {
-                train::train(&session, &source, job, plans, || {
+                train::train(&session, &source, job, plans, queued, || {
                     first = waves.first().map(|jobs| Survey::of_wave(&session, &source, jobs)).transpose()?;
                     Ok(())
                 })?;

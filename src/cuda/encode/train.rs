@@ -19,19 +19,21 @@ const ROWS: usize = 512;
 
 /// Sets tables and way of every plan for profile `device`, as the encoder of the processor does.
 pub(super) fn choose(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
-    choose_ways(job.options, plans, &mut OnDevice { session, source, job })
+    choose_ways(job.options, plans, &mut OnDevice { session, source, job, queued: &mut || {} })
 }
 
-/// Sets the tables of every plan, as the encoder of the processor does. `sampled` is called when the first samples have been taken,
-/// to give the device work while the host makes tables.
+/// Sets the tables of every plan, as the encoder of the processor does. `queued` is called when the kernels of a sample are queued,
+/// and the host would only wait. `sampled` is called when the first samples have been taken, to give the device work while the host
+/// makes tables.
 pub(super) fn train(
     session: &Session<'_>,
     source: &Source,
     job: &Job<'_>,
     plans: &[Plan],
+    queued: &mut dyn FnMut(),
     sampled: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    let mut surveyor = OnDevice { session, source, job };
+    let mut surveyor = OnDevice { session, source, job, queued };
     let mut sampled = Some(sampled);
     train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| {
         surveyor.sample(pieces, add)?;
@@ -44,11 +46,13 @@ struct OnDevice<'a> {
     session: &'a Session<'a>,
     source: &'a Source,
     job: &'a Job<'a>,
+    /// Called when the kernels of a sample are queued.
+    queued: &'a mut dyn FnMut(),
 }
 
 impl Surveyor for OnDevice<'_> {
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()> {
-        let Self { session, source, job } = *self;
+        let Self { session, source, job, queued } = self;
         // The pieces of each group that are sampled next, and the size of their memory.
         let mut groups = BTreeMap::<Group, (Vec<Trial<'_>>, u64)>::new();
         for (plan, group, piece) in pieces {
@@ -56,7 +60,7 @@ impl Surveyor for OnDevice<'_> {
             let (pieces, memory) = groups.entry(group).or_default();
             let more = memory_of(source, plan, first, PIECE);
             if pieces.len() == PIECES || (*memory + more > job.limits.wave && !pieces.is_empty()) {
-                add(group, sample(session, source, group, pieces, job.watcher)?);
+                add(group, sample(session, source, group, pieces, job.watcher, queued)?);
                 pieces.clear();
                 *memory = 0;
             }
@@ -64,13 +68,13 @@ impl Surveyor for OnDevice<'_> {
             *memory += more;
         }
         for (group, (pieces, _)) in groups {
-            add(group, sample(session, source, group, &pieces, job.watcher)?);
+            add(group, sample(session, source, group, &pieces, job.watcher, queued)?);
         }
         Ok(())
     }
 
     fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
-        let Self { session, source, job } = *self;
+        let Self { session, source, job, .. } = *self;
         if trials.is_empty() {
             return Ok(Vec::new());
         }
@@ -93,8 +97,15 @@ impl Surveyor for OnDevice<'_> {
     }
 }
 
-/// Returns the sample of some pieces of a group's tensors.
-fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[Trial<'_>], progress: Progress<'_>) -> Result<Sample> {
+/// Returns the sample of some pieces of a group's tensors. Calls `queued` before it waits for the device.
+fn sample(
+    session: &Session<'_>,
+    source: &Source,
+    of: Group,
+    pieces: &[Trial<'_>],
+    progress: Progress<'_>,
+    queued: &mut dyn FnMut(),
+) -> Result<Sample> {
     progress.done(0)?;
     let low_bits = low_bits(of.dtype, of.from_base);
     let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;
@@ -131,6 +142,7 @@ fn sample(session: &Session<'_>, source: &Source, of: Group, pieces: &[Trial<'_>
     session.launch(session.kernels.sample, scratch.slots, &parameter)?;
     let warps = abi::ENCODE_THREADS / 32;
     session.launch(session.kernels.groups, abi::ENCODE_GROUPS.div_ceil(warps), &parameter)?;
+    queued();
 
     // Most samples have fewer rows, which one copy then returns.
     let bytes_of = |count: usize| 8 * (1 + count * row as usize);

@@ -62,18 +62,19 @@ impl Waves<'_, '_> {
     /// Trains tables with `train`, encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`.
     ///
     /// `session` trains, and then copies the payloads. The first thread uses its memory after that. Each further thread has one of
-    /// `memories`. While tables are trained, `train` surveys the first wave, and further threads survey their first waves.
+    /// `memories`. While tables are trained, `train` surveys the first wave, and further threads survey their first waves. Threads
+    /// begin when `train` calls its argument.
     pub fn encode<W: Blob>(
         &self,
         session: &Session<'_>,
         mut memories: Vec<Memory>,
-        train: impl FnOnce() -> Result<(Tables, Option<Survey>)>,
+        train: impl FnOnce(&mut dyn FnMut()) -> Result<(Tables, Option<Survey>)>,
         mut assembly: Assembly<'_, W>,
         files: Vec<FileSpec>,
     ) -> Result<Finished<W>> {
         let unused = memories.split_off(self.waves.len().saturating_sub(1).min(memories.len()));
-        let train = || {
-            let (tables, first) = train()?;
+        let train = |queued: &mut dyn FnMut()| {
+            let (tables, first) = train(queued)?;
             self.tables.get_or_init(|| tables);
             let mut memory = session.take_memory()?;
             memory.shrink(self.job.limits.memory);
@@ -86,7 +87,7 @@ impl Waves<'_, '_> {
         };
         let encoded = if memories.is_empty() {
             // Starting a thread takes longer than it would save.
-            train().and_then(|surveyed| {
+            train(&mut || {}).and_then(|surveyed| {
                 let worker = Worker { number: 0, of: 1, memory: None };
                 let memory = self.work(worker, || Ok(surveyed), &mut |payloads| Ok(assembly.add(session, &payloads)?))?;
                 Ok((vec![memory], finish(assembly)?))
@@ -110,24 +111,33 @@ impl Waves<'_, '_> {
         &self,
         session: &Session<'_>,
         memories: Vec<Memory>,
-        train: impl FnOnce() -> Result<Surveyed, Ended>,
+        train: impl FnOnce(&mut dyn FnMut()) -> Result<Surveyed, Ended>,
         mut assembly: Assembly<'_, W>,
         finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, Ended>,
     ) -> Result<(Vec<Memory>, Finished<W>), Ended> {
         let workers = 1 + memories.len();
         let (finished, ended) = thread::scope(|scope| {
             let (mut threads, mut starts, mut receivers) = (Vec::new(), Vec::new(), Vec::new());
-            for (number, memory) in iter::once(None).chain(memories.into_iter().map(Some)).enumerate() {
-                let (start, started) = sync_channel(1);
-                let (sender, receiver) = sync_channel(AHEAD);
-                let mut sink = move |payloads| sender.send(payloads).map_err(|_| Ended(None));
-                let worker = Worker { number, of: workers, memory };
-                // Without a sender, training has failed.
-                threads.push(scope.spawn(move || self.work(worker, || started.recv().map_err(|_| Ended(None)), &mut sink)));
-                starts.push(start);
-                receivers.push(receiver);
+            let mut memories = Some(memories);
+            // Threads begin while the device takes samples: starting them takes a while, and their surveys would delay the samples.
+            let mut begin = || {
+                let memories = memories.take().map(|memories| iter::once(None).chain(memories.into_iter().map(Some)));
+                for (number, memory) in memories.into_iter().flatten().enumerate() {
+                    let (start, started) = sync_channel(1);
+                    let (sender, receiver) = sync_channel(AHEAD);
+                    let mut sink = move |payloads| sender.send(payloads).map_err(|_| Ended(None));
+                    let worker = Worker { number, of: workers, memory };
+                    // Without a sender, training has failed.
+                    threads.push(scope.spawn(move || self.work(worker, || started.recv().map_err(|_| Ended(None)), &mut sink)));
+                    starts.push(start);
+                    receivers.push(receiver);
+                }
+            };
+            let trained = train(&mut begin);
+            if trained.is_ok() {
+                begin(); // if there were no samples
             }
-            let trained = train().map(|surveyed| {
+            let trained = trained.map(|surveyed| {
                 // A thread that has ended has an error.
                 let of_threads = iter::once(surveyed).chain(iter::repeat_with(Surveyed::default));
                 starts.into_iter().zip(of_threads).for_each(|(start, surveyed)| _ = start.send(surveyed));
