@@ -36,7 +36,7 @@ struct StreamSegment {
 };
 
 // A block or a warp per segment.
-extern "C" __global__ void __launch_bounds__(TPDE_ENCODE_STREAM_THREADS, 6)
+extern "C" __global__ void __launch_bounds__(TPDE_ENCODE_STREAM_THREADS, 8)
     tpde_encode_streams(const __grid_constant__ Encode encode) {
     __shared__ StreamShared shared;
     bool alone = blockIdx.x >= encode.first_alone;
