@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Makes the seeds, then runs every fuzz target for some seconds, as many at a time as there are cores: fuzz/run.sh SECONDS [TARGET...]
-# Fails if one crashes; prints how many inputs each target has run. Needs a nightly toolchain, and what scripts/environment needs.
+# Fails if one crashes; prints how many inputs each target has run. With 0 seconds it only builds. Needs a nightly toolchain, and
+# what scripts/environment needs.
 # SANITIZER=none makes targets several times as fast, and sees what assertions and overflow checks see. COMPARES=no does not look
 # at the operands of comparisons, which is as much again where a target compares a lot: for runs from a corpus that has grown.
 set -euo pipefail
 seconds=${1:?usage: fuzz/run.sh SECONDS [TARGET...]}
 shift
 cd "$(dirname "$0")/.."
-# Before the flags below, which the program that makes pairs does not take.
-python=$(scripts/environment)
-"$python" fuzz/make_seeds.py
+if [ "$seconds" != 0 ]; then
+    # Before the flags below, which the program that makes pairs does not take.
+    python=$(scripts/environment)
+    "$python" fuzz/make_seeds.py
+fi
 sanitizer=${SANITIZER:-address}
 # gcc takes constant tables for variables out of scope, and reports zstd for it.
 [ "$sanitizer" = none ] || export CFLAGS="${CFLAGS:-} -fno-sanitize-address-use-after-scope"
@@ -38,6 +41,7 @@ fuzz() {
 for target in "${built[@]}"; do
     cargo +nightly fuzz build "${options[@]}" ${target:+"$target"} >"$logs/build" 2>&1 || { cat "$logs/build"; exit 1; }
 done
+[ "$seconds" != 0 ] || exit 0
 running=0
 failed=0
 for target; do
