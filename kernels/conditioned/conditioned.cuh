@@ -24,8 +24,7 @@ template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
         }
         if (valid) {
             T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i),
-              base = store == STORE_AND_KEEP ? ((const typename LaneOf<W>::type*)shared.kept)[at]
-                                             : load_lane<W>(shared.chunk, at);
+              base = store == STORE_AND_KEEP ? shared.kept_lane<W>(at) : load_lane<W>(shared.chunk, at);
             target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
             if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
             if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&

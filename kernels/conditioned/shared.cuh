@@ -39,6 +39,10 @@ struct alignas(BUCKET_BYTES) Shared {
     u8* kept; // slot with the base lanes of a chunk that is stored before it is checked
     u32 slot, listed, used;
     u32 extra; // whether any class in use has symbols with extra bits
+
+    template <int W> __device__ __forceinline__ typename LaneOf<W>::type& kept_lane(u32 at) const {
+        return ((typename LaneOf<W>::type*)kept)[at];
+    }
 };
 
 static_assert(CRC_SHARED <= sizeof(Tile) * WARPS, "the CRC uses the memory of the tiles as scratch");

@@ -101,7 +101,7 @@ __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u
         if (store == STORE_LIST) {
             list_changes<W>(shared, thread, before, changed, at * W, lane);
         } else if (inside && store != STORE_NONE && (changed || store != STORE_CHANGES)) {
-            if (store == STORE_AND_KEEP) ((typename LaneOf<W>::type*)shared.kept)[at] = (typename LaneOf<W>::type)base;
+            if (store == STORE_AND_KEEP) shared.kept_lane<W>(at) = (typename LaneOf<W>::type)base;
             store_lane<W>(chunk, at, lane);
         }
     }

@@ -44,6 +44,7 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
     typedef typename WideOf<W>::type T;
     typedef typename LaneOf<W>::type Lane;
     typedef TileShape<W> Shape;
+    constexpr bool IN_TILE = HOW == TO_TILE || HOW == KEEP_TILE;
     Shared& shared = work.shared();
     const Chunk& chunk = shared.chunk;
     Tile& tile = work.tile();
@@ -87,7 +88,7 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
         u32 position = first * W + at;
         bool changed = moved != 0;
         count_if(work.sums.changed, changed);
-        if constexpr (HOW == TO_TILE || HOW == KEEP_TILE) {
+        if constexpr (IN_TILE) {
             if (in_rows || changed) set_shared_lane<W>(lanes + at, move_lane_in<W>(base, moved, magnitude));
         } else {
             T target = move_lane<W>(base, moved, magnitude);
@@ -173,7 +174,7 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
                 work.sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
     }
-    if constexpr (HOW == TO_TILE || HOW == KEEP_TILE) {
+    if constexpr (IN_TILE) {
         __syncwarp();
         uint4 out[Shape::PIECES];
         read_tile<W>(tile, thread, out);

@@ -182,9 +182,10 @@ def apply_(
               target. The exception is a blob that changes or cannot be read, or a device that fails, while the weights are written.
               On the CPU, CRC, sums and all digests are compared; on a CUDA device, CRC, sums and digests of targets.
             - ``"chunk_by_chunk"``: CRC and sums of each chunk. A chunk that fails is unchanged. On a CUDA device, digests of
-              targets are compared afterwards, and nothing else may access the weights during the call. If the call fails midway, :class:`Poisoned` is raised. If it is interrupted midway,
-              the exception of the interruption (such as ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either
-              way the weights are a mixture. On the CPU, a forged blob is detected from format 1.2 on.
+              targets are compared afterwards, and nothing else may access the weights during the call. If the call fails
+              midway, :class:`Poisoned` is raised. If it is interrupted midway, the exception of the interruption (such as
+              ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way the weights are a mixture. On the
+              CPU, a forged blob is detected from format 1.2 on.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, because it lacks their weights.
         expect: As for :func:`tpde.apply`. Of several pairs, the digest of the last one.

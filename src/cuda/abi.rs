@@ -262,8 +262,8 @@ pub(super) fn list_bytes(changes: u64, lane_log2: u8) -> u64 {
 
 /// `TPDE_SHORT_LIST`: whether a chunk keeps a list of its changes, and not all its lanes. The kernel
 /// compares the size before it is rounded up, so it may keep a list where this says no. A list needs less memory than all lanes.
-pub(super) fn is_short_list(list_bytes: u64, target_bytes: u64) -> bool {
-    u64::from(const { defined("TPDE_SHORT_LIST") }) * list_bytes <= target_bytes
+pub(super) fn is_short_list(list_bytes: u64, lane_bytes: u64) -> bool {
+    u64::from(const { defined("TPDE_SHORT_LIST") }) * list_bytes <= lane_bytes
 }
 
 /// Granularity of the size of a list of changes, in bytes.

@@ -218,9 +218,10 @@ fn encode_streams(
     let count_of = |chunk: &Chunk<'_>| 1u32 << chunk.device.segments_log2;
     let total: u64 = costs().map(|(chunk, cost)| u64::from(cost) * u64::from(count_of(chunk))).sum();
     let long = 2 * (total / u64::from(segments.max(1)));
-    let first_alone = match u64::from(segments) < limits.alone * u64::from(session.device.multiprocessors) {
-        true => segments,
-        false => costs().take_while(|&(_, cost)| u64::from(cost) > long).map(|(chunk, _)| count_of(chunk)).sum(),
+    let first_alone = if u64::from(segments) < limits.alone * u64::from(session.device.multiprocessors) {
+        segments
+    } else {
+        costs().take_while(|&(_, cost)| u64::from(cost) > long).map(|(chunk, _)| count_of(chunk)).sum()
     };
     let uploaded = session.upload(&list)?;
     let _drained = Drained(session);

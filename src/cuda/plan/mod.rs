@@ -147,10 +147,10 @@ impl<'a> ApplyPlan<'a> {
 
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
     /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases, the
-    /// payloads if they are copied, and in place lists of changes and copies of lanes, up to `max_scratch_bytes`. Comparing payload digests adds 4
-    /// per chunk, 16 per chunk of the pair if the index has only the root, and 16 to 70 per 32 KiB of a payload. Comparing digests
-    /// of tensors adds 68 per tensor and 34 per 32 KiB of the targets. With [`InPlace::AllChecked`] it also adds the targets, up to
-    /// 512 MiB, or two chunks if these are larger.
+    /// payloads if they are copied, and in place lists of changes and copies of lanes, up to `max_scratch_bytes`. Comparing payload
+    /// digests adds 4 per chunk, 16 per chunk of the pair if the index has only the root, and 16 to 70 per 32 KiB of a payload.
+    /// Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the targets. With [`InPlace::AllChecked`] it also adds
+    /// the targets, up to 512 MiB, or two chunks if these are larger.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
     }
@@ -248,8 +248,8 @@ impl<'a> ApplyPlan<'a> {
                 let slot_bytes = largest_copy.max(largest_list);
                 let of_lanes = || Scratch::of_lanes(chunks, slot_bytes, multiprocessors, most);
                 let of_lists = || Scratch::of_chunks(chunks, largest_list, multiprocessors, most);
-                let of_lanes = if largest_copy > 0 { of_lanes() } else { None };
-                of_lanes.or_else(|| if in_caller_memory { of_lists() } else { None })
+                let of_lanes = (largest_copy > 0).then(of_lanes).flatten();
+                of_lanes.or_else(|| in_caller_memory.then(of_lists).flatten())
             }
         }
     }
