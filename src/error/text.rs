@@ -93,7 +93,8 @@ pub(super) fn bounded(value: impl fmt::Display) -> String {
 
 /// `bytes` in lower-case hexadecimal.
 pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    bytes.iter().flat_map(|b| [b >> 4, b & 15].map(|digit| char::from(DIGITS[usize::from(digit)]))).collect()
 }
 
 /// Displays the values of a list, separated by commas.

@@ -1,5 +1,6 @@
 //! Header, sections and pair digest (spec section 5; section 13, steps 1 to 3).
 
+use crate::codec::zstd::Expander;
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::*;
 use crate::limits::Limits;
@@ -124,7 +125,7 @@ pub(super) fn check_padding(bytes: &[u8], header: &IndexHeader) -> Result<()> {
 }
 
 /// Second half of step 3: expands a compressible section.
-pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section) -> Result<Cow<'a, [u8]>> {
+pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section, frames: &mut Expander) -> Result<Cow<'a, [u8]>> {
     let entry = header.section(section);
     let frame = stored(bytes, header, section);
     if entry.stored_size == entry.expanded_size {
@@ -135,7 +136,7 @@ pub(super) fn expand<'a>(bytes: &'a [u8], header: &IndexHeader, section: Section
         Rule::SectionFrame
             .broken(format_args!("section {} to be one zstd frame that expands to {size} bytes", section.name()), found)
     };
-    crate::codec::zstd::expand_frame(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
+    frames.expand_to_vec(frame, size, WINDOW_LOG_MAX).map(Cow::Owned).map_err(|found| broken(&found))
 }
 
 /// The stored bytes of a section. They are within `bytes`, because [`parse`] has checked the header.

@@ -22,6 +22,7 @@ pub(crate) use tables::MAX_TABLE_SETS;
 pub(crate) use tensors::check_holdable;
 
 use crate::codec::TableSet;
+use crate::codec::zstd::Expander;
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::{
     ChunkMetadata, ChunkSums, DIGEST_SIZE, FEATURE_DERIVED, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST,
@@ -78,14 +79,16 @@ impl ValidatedIndex {
         let digest = options.expect.or_else(|| header::pair_digest(&bytes)).unwrap_or_default();
         header::check_digest(&bytes, &digest)?;
         header::check_padding(&bytes, &header)?;
-        let mut tensors = tensors::TensorTable::parse(&header::expand(&bytes, &header, Section::Tensors)?, &header)?;
-        let tables = tables::TableSets::parse(&header::expand(&bytes, &header, Section::Tables)?, &mut tensors)?;
+        let mut frames = Expander::default();
+        let mut expand = |section| header::expand(&bytes, &header, section, &mut frames);
+        let mut tensors = tensors::TensorTable::parse(&expand(Section::Tensors)?, &header)?;
+        let tables = tables::TableSets::parse(&expand(Section::Tables)?, &mut tensors)?;
         let is_used = tensors.has_parts() || !header.has(FEATURE_PARTS);
         Rule::HeaderRequiredFeatures.check(is_used, "bit 2 only with an entry that describes a part", "none")?;
         let is_used = tensors.has_derived() || !header.has(FEATURE_DERIVED);
         Rule::HeaderRequiredFeatures.check(is_used, "bit 4 only with an entry that has a derived base", "none")?;
         digests::check(&bytes, &header, &tensors)?;
-        let files = files::FileTable::parse(&header::expand(&bytes, &header, Section::Files)?, &header)?;
+        let files = files::FileTable::parse(&expand(Section::Files)?, &header)?;
         let mut index = Self { bytes, header, tensors, tables, files, digest, payloads: 0 };
         let tensors = index.tensors();
         index.payloads = records::validate(&index.header, index.records(), index.sums(), index.payload_list(), tensors)?;

@@ -69,7 +69,7 @@ impl Compressor {
 
 /// Reads frames. The context of 95 kB is created for the first frame, because many decoders read no frame.
 #[derive(Default)]
-pub(super) struct Expander(Option<DCtx<'static>>);
+pub(crate) struct Expander(Option<DCtx<'static>>);
 
 impl Expander {
     /// Expands `frame`, which must be one frame with exactly `out.len()` bytes of content. An error describes the difference.
@@ -83,6 +83,15 @@ impl Expander {
         let context = self.0.get_or_insert_with(DCtx::create);
         let written = context.decompress(out, frame).map_err(named)?;
         if written == out.len() { Ok(()) } else { Err("a frame of another size") }
+    }
+
+    /// [`Expander::expand`] into a new buffer. The caller has bounded `size`.
+    pub fn expand_to_vec(&mut self, frame: &[u8], size: usize, window_log_max: u32) -> Outcome<Vec<u8>> {
+        // The header is checked before memory of that size is allocated.
+        check_header(frame, size as u64, window_log_max)?;
+        let mut out = vec![0; size];
+        self.expand(frame, &mut out, window_log_max)?;
+        Ok(out)
     }
 }
 
@@ -115,12 +124,9 @@ fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
 }
 
 /// Expands a frame into a new buffer. The caller has bounded `size`.
+#[cfg(test)]
 pub(crate) fn expand(frame: &[u8], size: usize, window_log_max: u32) -> Outcome<Vec<u8>> {
-    // The header is checked before memory of that size is allocated.
-    check_header(frame, size as u64, window_log_max)?;
-    let mut out = vec![0; size];
-    Expander::default().expand(frame, &mut out, window_log_max)?;
-    Ok(out)
+    Expander::default().expand_to_vec(frame, size, window_log_max)
 }
 
 #[cfg(test)]

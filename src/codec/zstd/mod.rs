@@ -5,6 +5,8 @@ mod frame;
 mod layout;
 mod layouts;
 
+pub(crate) use frame::Expander;
+#[cfg(test)]
 pub(crate) use frame::expand as expand_frame;
 pub use layout::Layout;
 
