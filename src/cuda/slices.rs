@@ -143,11 +143,11 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
         if entries.is_empty() {
             return Err(Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(slice.name))));
         }
-        let first = index.tensor(entries.start)?;
-        if base.is_none() && slice.is_all_of(first) {
-            bindings.push(Binding::in_place(entries.start, slice.memory.clone()));
+        if let Some(binding) = bind_whole(index, entries.start, slice, base.map(|_| &bases)) {
+            bindings.push(binding);
             continue;
         }
+        let first = index.tensor(entries.start)?;
         slice.check(first.dtype, &first.whole_shape)?;
         let parts: Vec<_> = index.uploaded.tensors[entries.clone()].iter().map(|tensor| tensor.rectangle.clone()).collect();
         if let Some(missing) = first_gap(&parts, &slice.rectangle) {
@@ -177,6 +177,24 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
         }
     }
     Ok(bindings)
+}
+
+/// Binds a tensor that is one entry, if its memory is one slice, and that of its base too. `None` if it takes the longer way.
+fn bind_whole(
+    index: &DeviceIndex,
+    entry: usize,
+    slice: &TensorSlice<'_>,
+    bases: Option<&HashMap<&str, Vec<&TensorSlice<'_>>>>,
+) -> Option<Binding> {
+    let tensor = index.tensor(entry).ok().filter(|tensor| slice.is_all_of(tensor))?;
+    let source = match bases.filter(|_| tensor.base_kind != BaseKind::None && tensor.base_bytes > 0) {
+        None => None,
+        Some(bases) => match bases.get(tensor.base_name.as_str())?[..] {
+            [base] if tensor.base_kind == BaseKind::Same && base.is_all_of(tensor) => Some(base.memory.clone()),
+            _ => return None,
+        },
+    };
+    Some(Binding::out_of_place(entry, source, slice.memory.clone()))
 }
 
 /// Returns the elements of a base that is not derived.

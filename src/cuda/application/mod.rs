@@ -109,6 +109,22 @@ impl<'a> Application<'a> {
         Ok(true)
     }
 
+    /// Takes the payloads of later launches from another copy of the blob, in host memory or in pinned memory.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if either copy is in device memory, or if the new one has another size or is of another device.
+    pub fn read_payloads_from(&mut self, payloads: Payloads<'a>) -> Result<()> {
+        if self.payloads.on_device().is_some() || payloads.on_device().is_some() {
+            return Err(Error::InvalidArgument(
+                "payloads on the device cannot be exchanged: expected two copies on the host".into(),
+            ));
+        }
+        payloads.check(&self.prepared.index, &self.prepared.bindings)?;
+        payloads.check_device(&self.prepared.index.device().inner)?;
+        self.payloads = payloads;
+        Ok(())
+    }
+
     /// Returns which payloads a launch compares with the digests that the pair digest covers. A wrong digest is an error like any
     /// other: out of place, discard the output; in place nothing is written, or the chunk is unchanged.
     pub fn payload_digests(&self) -> PayloadDigests {

@@ -66,7 +66,7 @@ impl Payloads<'_> {
         }
     }
 
-    pub(super) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
+    pub(in crate::cuda) fn check_device(&self, device: &Arc<Inner>) -> Result<()> {
         match self {
             Payloads::Host(_) | Payloads::Kept(_) => Ok(()),
             Payloads::Pinned(pinned) => pinned.check_device(device),
@@ -75,7 +75,7 @@ impl Payloads<'_> {
     }
 
     /// Checks that the payloads of all bound tensors are present.
-    pub(super) fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
+    pub(in crate::cuda) fn check(&self, index: &DeviceIndex, tensors: &[Binding]) -> Result<()> {
         let blob_size = match self {
             Payloads::Host(source) => source.size(),
             Payloads::Kept(source) => source.size(),

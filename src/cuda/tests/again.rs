@@ -53,6 +53,45 @@ fn a_launch_after_a_refused_one_starts_anew() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
+fn later_launches_take_the_payloads_from_where_they_were_put() {
+    let device = super::device();
+    for codec in [Codec::Conditioned, Codec::Zstd] {
+        let sample = Sample::new(codec);
+        let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
+        let mut damaged = sample.pair.blob().clone();
+        damaged[64] ^= 1;
+        for mode in MODES {
+            let mut laid = sample.laid(device, mode);
+            let stream = device.stream().unwrap();
+            let host = payloads(device, &sample.pair, Route::Host);
+            let mut application = prepare_in_slices(&index, &laid.bindings, mode, host, SLICE).unwrap();
+            application.read_payloads_from(Payloads::Host(&damaged)).unwrap();
+            let outcome = application.launch(&stream).unwrap().wait();
+            assert_eq!(rule_of(outcome), Some(Rule::PayloadCrc32), "{codec} {mode:?}");
+            laid.restore(device);
+            application.read_payloads_from(payloads(device, &sample.pair, Route::Pinned)).unwrap();
+            application.launch(&stream).unwrap().wait().unwrap();
+            sample.assert_done(device, &mut laid);
+            // The copies must be on the host, and have the size of the blob.
+            let short = &damaged[1..];
+            let on_device = Payloads::Device(device.alloc(damaged.len() as u64).unwrap());
+            for refused in [Payloads::Host(&short), on_device] {
+                let refused = application.read_payloads_from(refused);
+                assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{refused:?}");
+            }
+        }
+    }
+    let sample = Sample::new(Codec::Raw);
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
+    let laid = sample.laid(device, Mode::OutOfPlace);
+    let on_device = payloads(device, &sample.pair, Route::Device);
+    let mut application = prepare_in_slices(&index, &laid.bindings, Mode::OutOfPlace, on_device, SLICE).unwrap();
+    let refused = application.read_payloads_from(payloads(device, &sample.pair, Route::Host));
+    assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{refused:?}");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
 fn a_launch_that_ends_early_names_the_chunks_that_it_did_not_come_to() {
     let device = super::device();
     let sample = Sample::new(Codec::Conditioned);
