@@ -4,22 +4,19 @@
 //! copy stream and records them with the stream that uses them. Nothing here frees device memory, so values can be dropped at any
 //! time.
 
+use crate::bound::{Bound, on_device};
 use crate::device::Device;
 use crate::errors;
-use crate::memory::{Memory, SliceMemory, Tensors};
+use crate::memory::{DeviceTensors, Memory, SliceMemory, Unowned};
 use crate::pair::{self, Pair};
 use crate::read_ahead::ReadAhead;
 use crate::rebuild::{Owners, Plan};
-use crate::run::{LOOK, Steering, run, run_here, tell};
+use crate::run::{LOOK, run, run_here, tell};
 use pyo3::prelude::*;
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
-use tpde::cuda::{
-    Application, ApplyChain, ApplyPlan, Binding, ChainStep, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Payloads, Pending,
-    PinnedBuffer, TensorSlice,
-};
-use tpde::{Apply, Error, Escaped, FileSource, InPlace, Result, Source};
+use tpde::cuda::{Application, ApplyChain, ApplyPlan, ChainStep, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
+use tpde::{Error, FileSource, InPlace, Result, Source};
 
 /// Size in bytes of one read of the blob, and of its copy to the device.
 const PIECE: usize = 16 << 20;
@@ -28,7 +25,7 @@ const PIECE: usize = 16 << 20;
 enum Stored {
     File,
     /// As `File`, but read to pinned memory before they are needed.
-    Ahead(Arc<ReadAhead>),
+    Ahead(ReadAhead),
     Pinned(Arc<PinnedBuffer>),
     Device(DeviceSlice),
 }
@@ -42,7 +39,7 @@ pub struct DevicePair {
 }
 
 /// Device memory of a PyTorch tensor: address, and size in bytes.
-type DeviceMemory = (u64, u64);
+pub type DeviceMemory = (u64, u64);
 
 /// # Safety
 /// The memory belongs to a tensor that is recorded with the stream that uses it. See the module documentation.
@@ -90,7 +87,7 @@ impl DevicePair {
                 let read = if ahead { ReadAhead::start(&device, &pair) } else { None };
                 // SAFETY: the tensor that owns the memory is recorded with the copy stream (module documentation).
                 let index = DeviceIndex::upload_to(&device, pair.index(), unsafe { slice(memory) })?;
-                Ok(Self { pair, index, stored: read.map_or(Stored::File, Stored::Ahead) })
+                Ok(Self::for_one_call(pair, index, read))
             });
         }
         let total = pair.blob().size();
@@ -169,18 +166,22 @@ impl DevicePair {
     fn plan_all(
         &self,
         py: Python<'_>,
-        tensors: Tensors,
-        base: Tensors,
+        tensors: DeviceTensors,
+        base: DeviceTensors,
         mode: &str,
         scratch_most: u64,
         digests: bool,
     ) -> PyResult<PlanOfAll> {
-        let is_whole = matches!(tensors, Tensors::Whole(_));
-        let (tensors, base) = (tensors.into_unowned(py), base.into_unowned(py));
+        let is_whole = tensors.is_whole();
+        let (tensors, base) = (tensors.into_unowned(), base.into_unowned());
         let plan = || {
             let (pair, index) = (self.pair.clone(), self.index.clone());
-            let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base };
-            let plan = ApplyPlan::new(&self.index, &bound.bindings()?, bound.mode, self.stored())?.digests(digests);
+            let (ahead, payloads) = match &self.stored {
+                Stored::Ahead(read) => (Some(read.clone()), self.in_file()),
+                _ => (None, self.stored()),
+            };
+            let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base, ahead };
+            let plan = ApplyPlan::new(&self.index, &bound.bindings()?, bound.mode, payloads)?.digests(digests);
             Ok((plan.max_scratch_bytes(scratch_most), bound))
         };
         let (planned, bound) = py.detach(plan).map_err(|e| errors::to_python(py, &e))?;
@@ -191,12 +192,13 @@ impl DevicePair {
     /// size of the largest tensor.
     #[staticmethod]
     #[pyo3(signature = (pairs, tensors, *, scratch))]
-    fn chain_bytes(py: Python<'_>, pairs: Vec<Py<Self>>, tensors: Tensors, scratch: Option<u64>) -> PyResult<u64> {
-        let is_whole = matches!(tensors, Tensors::Whole(_));
-        let tensors = tensors.into_unowned(py);
+    fn chain_bytes(py: Python<'_>, pairs: Vec<Py<Self>>, tensors: DeviceTensors, scratch: Option<u64>) -> PyResult<u64> {
+        let is_whole = tensors.is_whole();
+        let tensors = tensors.into_unowned();
         let bytes = || -> Result<u64> {
             let (steps, bound) = (steps(&pairs), bound_to_last(&pairs, tensors, is_whole)?);
-            let slices = bound.slices()?;
+            let tensors = bound.tensors.slices();
+            let slices = on_device(bound.wanted(&tensors)?);
             let chain = ApplyChain::new(&steps, &slices);
             match scratch {
                 Some(bytes) => chain.scratch_bytes(bytes).bytes(),
@@ -214,14 +216,14 @@ impl DevicePair {
     fn apply_chain(
         py: Python<'_>,
         pairs: Vec<Py<Self>>,
-        tensors: Tensors,
+        tensors: DeviceTensors,
         stream: usize,
         scratch: DeviceMemory,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<bool> {
-        let is_whole = matches!(tensors, Tensors::Whole(_));
-        let tensors = tensors.into_unowned(py);
-        let total = tensors.iter().map(SliceMemory::size).sum();
+        let is_whole = tensors.is_whole();
+        let tensors = tensors.into_unowned();
+        let total = tensors.size();
         // Not on a thread of the pool: it may be within the read that this waits for.
         let steps = py.detach(|| steps(&pairs));
         run(py, progress, total, |steering| {
@@ -230,7 +232,9 @@ impl DevicePair {
             let stream = unsafe { bound.index.device().borrow_stream(std::ptr::with_exposed_provenance_mut(stream)) };
             // SAFETY: the Python half holds the tensor until this call returns.
             let scratch = unsafe { slice(scratch) };
-            match ApplyChain::new(&steps, &bound.slices()?).scratch_bytes(scratch.bytes()).scratch(scratch).run(&stream) {
+            let tensors = bound.tensors.slices();
+            let slices = on_device(bound.wanted(&tensors)?);
+            match ApplyChain::new(&steps, &slices).scratch_bytes(scratch.bytes()).scratch(scratch).run(&stream) {
                 Ok(()) => tpde::Watch::done(steering, total).map(|()| true),
                 // Nothing was written, so the tensors are compared with the last target and with the first base.
                 Err(Error::Step { number: 1, pair, source }) => {
@@ -239,7 +243,9 @@ impl DevicePair {
                     {
                         return Ok(false);
                     }
-                    let source = Box::new(bound.of(&pairs[0]).explain(*source, steering));
+                    let first = pairs[0].get();
+                    let bound = Bound { pair: first.pair.clone(), index: first.index.clone(), ..bound };
+                    let source = Box::new(bound.explain(*source, steering));
                     Err(Error::Step { number: 1, pair, source })
                 }
                 Err(error) => Err(error),
@@ -249,14 +255,15 @@ impl DevicePair {
 
     /// Plans how a tensor is rebuilt from payloads that are on the device. `part` holds the bytes of the blob from `start` on.
     fn plan(&self, py: Python<'_>, output: Memory, base: Vec<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
-        let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned(py));
+        let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned());
         let bound = Bound {
             pair: self.pair.clone(),
             index: self.index.clone(),
             mode: Mode::OutOfPlace,
             is_whole: true,
-            tensors: vec![unowned(&output)],
-            base: base.iter().map(unowned).collect(),
+            tensors: Unowned::Slices(vec![unowned(&output)]),
+            base: Unowned::Slices(base.iter().map(unowned).collect()),
+            ahead: None,
         };
         let plan = || -> Result<_> {
             let bindings = bound.bindings()?;
@@ -271,13 +278,21 @@ impl DevicePair {
 }
 
 impl DevicePair {
+    /// A pair for one call, whose payloads are being read unless they stay in the file.
+    pub fn for_one_call(pair: Arc<tpde::Pair<FileSource>>, index: DeviceIndex, read: Option<ReadAhead>) -> Self {
+        Self { pair, index, stored: read.map_or(Stored::File, Stored::Ahead) }
+    }
+
+    fn in_file(&self) -> Payloads<'static> {
+        Payloads::Kept(Arc::new(Blob(self.pair.clone())))
+    }
+
     /// The payloads. Waits until those that are read ahead are complete, so it must not be called on a thread of the pool.
     fn stored(&self) -> Payloads<'static> {
-        let in_file = || Payloads::Kept(Arc::new(Blob(self.pair.clone())));
         match &self.stored {
-            Stored::File => in_file(),
+            Stored::File => self.in_file(),
             // After an error the launch reads the file, and reports what it finds.
-            Stored::Ahead(read) => read.wait().map_or_else(in_file, Payloads::Pinned),
+            Stored::Ahead(read) => read.wait().map_or_else(|| self.in_file(), Payloads::Pinned),
             Stored::Pinned(pinned) => Payloads::Pinned(pinned.clone()),
             Stored::Device(slice) => Payloads::Device(slice.clone()),
         }
@@ -290,10 +305,10 @@ fn steps(pairs: &[Py<DevicePair>]) -> Vec<ChainStep<'static>> {
 }
 
 /// Tensors in place, bound to the last pair of a chain.
-fn bound_to_last(pairs: &[Py<DevicePair>], tensors: Vec<SliceMemory>, is_whole: bool) -> Result<Bound> {
+fn bound_to_last(pairs: &[Py<DevicePair>], tensors: Unowned, is_whole: bool) -> Result<Bound> {
     let last = pairs.last().ok_or_else(|| Error::InvalidArgument("no pair is given".into()))?.get();
     let (pair, index, mode) = (last.pair.clone(), last.index.clone(), Mode::InPlace(InPlace::AllChecked));
-    Ok(Bound { pair, index, mode, is_whole, tensors, base: Vec::new() })
+    Ok(Bound { pair, index, mode, is_whole, tensors, base: Unowned::Slices(Vec::new()), ahead: None })
 }
 
 /// The blob of a pair as a source.
@@ -310,106 +325,6 @@ impl Source for Blob {
 
     fn bytes<'a>(&'a self, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
         self.0.blob().bytes(offset, size, scratch)
-    }
-}
-
-/// The tensors that a pair is bound to, or the slices of tensors.
-struct Bound {
-    pair: Arc<tpde::Pair<FileSource>>,
-    index: DeviceIndex,
-    mode: Mode,
-    /// Whether these are whole tensors. Those that share memory are bound once.
-    is_whole: bool,
-    /// Memory without its owners: the Python half makes sure that it is still valid when the application runs.
-    tensors: Vec<SliceMemory>,
-    base: Vec<SliceMemory>,
-}
-
-impl Bound {
-    /// The same tensors, bound to another pair.
-    fn of(self, pair: &Py<DevicePair>) -> Self {
-        Self { pair: pair.get().pair.clone(), index: pair.get().index.clone(), ..self }
-    }
-
-    /// The tensors that are wanted: each memory once.
-    fn wanted(&self) -> Result<Vec<&SliceMemory>> {
-        let index = self.pair.index();
-        let mut wanted = vec![true; self.tensors.len()];
-        if self.is_whole {
-            let once = pair::each_memory_once(&self.pair, self.tensors.iter().map(|tensor| &tensor.0))?;
-            wanted.iter_mut().enumerate().for_each(|(i, wanted)| *wanted = once.contains(&i));
-        } else {
-            for tensor in &self.tensors {
-                let name = tensor.0.name();
-                pair::check_type(&tensor.0, &index.find(name).ok_or_else(|| pair::unknown(name))?)?;
-            }
-        }
-        Ok(self.tensors.iter().zip(wanted).filter_map(|(tensor, wanted)| wanted.then_some(tensor)).collect())
-    }
-
-    /// The memory of the tensors that are wanted.
-    fn slices(&self) -> Result<Vec<TensorSlice<'_>>> {
-        // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device, and the caller holds them
-        // until the streams that use them have finished.
-        Ok(self.wanted()?.into_iter().map(|tensor| unsafe { tensor.on_device() }).collect())
-    }
-
-    /// Binds tensors to their bases.
-    fn bindings(&self) -> Result<Vec<Binding>> {
-        let slices = self.slices()?;
-        if self.mode != Mode::OutOfPlace {
-            return TensorSlice::in_place(&self.index, &slices);
-        }
-        self.check_bases(&self.wanted()?)?;
-        // SAFETY: as in `slices`.
-        let base: Vec<_> = self.base.iter().map(|tensor| unsafe { tensor.on_device() }).collect();
-        TensorSlice::out_of_place(&self.index, &slices, &base)
-    }
-
-    /// Checks dtypes and trailing dims of the bases of tensors.
-    fn check_bases(&self, tensors: &[&SliceMemory]) -> Result<()> {
-        let bases: HashMap<_, _> = self.base.iter().map(|base| (base.0.name(), &base.0)).collect();
-        for tensor in tensors {
-            for entry in self.pair.index().entries(tensor.0.name()) {
-                let base = entry.base_shape().map(|shape| (entry.base_name, entry.base_dtype(), shape));
-                for (name, dtype, shape) in base.into_iter().chain(entry.scales()) {
-                    let Some(base) = bases.get(name) else { continue };
-                    if base.dtype()? == dtype && base.shape().get(1..) == shape.get(1..) {
-                        continue;
-                    }
-                    let (name, found, found_shape) = (Escaped(base.name()), base.dtype()?, base.shape());
-                    let target = format!("{} is {} {:?}", Escaped(entry.name), entry.dtype, entry.whole_shape());
-                    return Err(Error::InvalidArgument(format!(
-                        "base tensor {name} is {found} {found_shape:?}, but target tensor {target}: expected {dtype} {shape:?}"
-                    )));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Size of the elements in bytes.
-    fn size(&self) -> u64 {
-        self.tensors.iter().map(SliceMemory::size).sum()
-    }
-
-    /// Replaces `error` by "wrong base" or "already applied" if that is its cause.
-    fn explain(&self, error: Error, steering: &Steering) -> Error {
-        let in_place = self.mode != Mode::OutOfPlace;
-        let held = if in_place { &self.tensors } else { &self.base };
-        let mut names = std::collections::HashSet::new();
-        let slices = held.iter().filter(|slice| !self.is_whole || names.insert(slice.0.name())).map(|slice| {
-            // SAFETY: as in `slices`. Each read waits for its copy.
-            Ok((slice.0.dtype()?, slice.0.shape().to_vec(), unsafe { slice.on_device() }))
-        });
-        let slices: Result<Vec<_>> = slices.collect();
-        let lying = match slices.and_then(|slices| DeviceCheckpoint::of_slices(self.index.device(), slices)) {
-            Ok(lying) => lying,
-            Err(error) => return error,
-        };
-        let names: Vec<_> = self.tensors.iter().map(|slice| slice.0.name()).collect();
-        let apply = Apply::new(&self.pair).base(&lying).tensors(|name| names.contains(&name)).watch(steering);
-        if in_place { apply.explain_in_place(error) } else { apply.explain(error) }
     }
 }
 
@@ -454,28 +369,20 @@ impl Ready {
     fn move_to(&self, py: Python<'_>, tensors: Vec<usize>, base: Option<Vec<usize>>) -> PyResult<bool> {
         let mut work = self.work(py)?;
         let (application, bound) = &mut *work;
-        let address = |memory: &SliceMemory| memory.0.address();
-        let stays = |memories: &[SliceMemory], addresses: &[usize]| memories.iter().map(address).eq(addresses.iter().copied());
-        let base = base.unwrap_or_else(|| bound.base.iter().map(address).collect());
-        if stays(&bound.tensors, &tensors) && stays(&bound.base, &base) {
+        let before = (bound.tensors.addresses(), bound.base.addresses());
+        let base = base.unwrap_or_else(|| before.1.clone());
+        if before.0 == tensors && before.1 == base {
             return Ok(true);
         }
-        if (bound.tensors.len(), bound.base.len()) != (tensors.len(), base.len()) {
+        if (before.0.len(), before.1.len()) != (tensors.len(), base.len()) {
             return Ok(false);
         }
-        let exchange = |memories: &mut [SliceMemory], addresses: &[usize]| -> Vec<usize> {
-            let exchange = |(memory, address): (&mut SliceMemory, &usize)| {
-                let before = memory.0.address();
-                memory.0.move_to(*address);
-                before
-            };
-            memories.iter_mut().zip(addresses).map(exchange).collect()
-        };
-        let before = (exchange(&mut bound.tensors, &tensors), exchange(&mut bound.base, &base));
+        bound.tensors.move_to(&tensors);
+        bound.base.move_to(&base);
         let moved = bound.bindings().and_then(|bindings| application.rebind(&bindings));
         if !matches!(moved, Ok(true)) {
-            exchange(&mut bound.tensors, &before.0);
-            exchange(&mut bound.base, &before.1);
+            bound.tensors.move_to(&before.0);
+            bound.base.move_to(&before.1);
         }
         moved.map_err(|e| errors::to_python(py, &e))
     }
@@ -494,7 +401,13 @@ impl Ready {
         meanwhile: Option<Py<PyAny>>,
     ) -> PyResult<(bool, f64)> {
         let begin = Instant::now();
-        let work = self.work(py)?;
+        let mut work = self.work(py)?;
+        let (application, bound) = &mut *work;
+        if let Some(read) = bound.ahead.take() {
+            // After an error the launch reads the file, and reports what it finds.
+            let set = || read.wait().map_or(Ok(()), |pinned| application.read_payloads_from(Payloads::Pinned(pinned)));
+            py.detach(set).map_err(|e| errors::to_python(py, &e))?;
+        }
         let (application, bound) = &*work;
         let total = bound.size();
         // SAFETY: the handle is of a PyTorch stream of this device. PyTorch never destroys its streams.

@@ -46,7 +46,7 @@ impl Encoder {
     ) -> PyResult<String> {
         let options = options.parse_for(&target).map_err(|e| errors::to_python(py, &e))?;
         // The caller holds the owners until this call returns.
-        let (target, base) = (target.into_unowned(py), base.map(|base| base.into_unowned(py)));
+        let (target, base) = (target.into_unowned(), base.map(Tensors::into_unowned));
         let base_pair = base_pair.map(|pair| pair.shared());
         let total = target.iter().map(SliceMemory::size).sum();
         run(py, progress, total, |steering| {

@@ -5,11 +5,15 @@
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod bound;
 mod device;
 mod device_pair;
 mod encoder;
 mod errors;
+mod later;
 mod memory;
+mod opening;
+mod outline;
 mod pair;
 mod paths;
 mod read_ahead;
@@ -28,6 +32,12 @@ mod _tpde {
     use super::device_pair::{DevicePair, PlanOfAll, Ready};
     #[pymodule_export]
     use super::encoder::Encoder;
+    #[pymodule_export]
+    use super::memory::PlainTensors;
+    #[pymodule_export]
+    use super::opening::Opening;
+    #[pymodule_export]
+    use super::outline::Outline;
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]

@@ -1,8 +1,10 @@
 //! Tensors in memory that Python owns.
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 use tpde::cuda::{DeviceSlice, TensorSlice};
 use tpde::{Checkpoint, Dtype, FusedSlices, MemoryCheckpoint, Rectangle, Result, Slice, SliceCheckpoint, TensorInfo};
 
@@ -12,8 +14,15 @@ use tpde::{Checkpoint, Dtype, FusedSlices, MemoryCheckpoint, Rectangle, Result, 
 /// [`SliceMemory`], and that it is in host memory, or on the device for device functions. Device functions make no host slices from it.
 /// The address stays valid while the object is held, unless the owner's memory is freed by other means. The caller of the public
 /// function promises that nothing else writes the memory during the call, and that nothing else reads memory being written.
-#[derive(FromPyObject)]
-pub struct Memory(String, String, Vec<u64>, usize, usize, #[allow(dead_code, reason = "held to keep the memory alive")] Py<PyAny>);
+#[derive(FromPyObject, IntoPyObject)]
+pub struct Memory(
+    String,
+    String,
+    Vec<u64>,
+    usize,
+    usize,
+    #[allow(dead_code, reason = "held to keep the memory alive")] Option<Py<PyAny>>,
+);
 
 impl Memory {
     pub fn name(&self) -> &str {
@@ -35,18 +44,13 @@ impl Memory {
     }
 
     /// A copy without the owner, which does not keep the memory alive.
-    pub fn unowned(&self, py: Python<'_>) -> Self {
-        Self(self.0.clone(), self.1.clone(), self.2.clone(), self.3, self.4, py.None())
+    pub fn unowned(&self) -> Self {
+        Self(self.0.clone(), self.1.clone(), self.2.clone(), self.3, self.4, None)
     }
 
     /// Address of the first byte.
     pub fn address(&self) -> usize {
         self.3
-    }
-
-    /// Sets the address. All other fields stay.
-    pub fn move_to(&mut self, address: usize) {
-        self.3 = address;
     }
 
     /// Address range: the first byte, and the byte after the last.
@@ -79,6 +83,53 @@ impl Memory {
     }
 }
 
+/// A tensor that a call takes.
+#[derive(Clone)]
+pub struct Expected {
+    pub name: String,
+    pub dtype: Dtype,
+    /// `None` if the number of rows may be any.
+    pub shape: Option<Vec<u64>>,
+    /// Whether an application in place writes it.
+    pub is_written: bool,
+    /// Index of the entry of the pair that is this tensor. `None` for a tensor in parts, and for a base.
+    pub entry: Option<usize>,
+}
+
+/// Memory of contiguous tensors of the dtypes and shapes that a call takes. It takes the place of a list of [`Memory`]: a column per
+/// property costs less than a tuple per tensor.
+#[pyclass(frozen, module = "tpde._tpde")]
+pub struct PlainTensors {
+    /// All with shapes.
+    pub expected: Arc<Vec<Expected>>,
+    pub places: Vec<Place>,
+    /// Keeps the memory in place.
+    pub owners: Py<PyAny>,
+}
+
+/// Address and size in bytes of a tensor.
+pub type Place = (usize, usize);
+
+#[pymethods]
+impl PlainTensors {
+    fn __len__(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Name, dtype, dims, address, size in bytes, and owner of each tensor.
+    fn memories(&self, py: Python<'_>) -> Vec<Memory> {
+        let memory = |(one, place): (&Expected, &Place)| one.at(*place, Some(self.owners.clone_ref(py)));
+        self.expected.iter().zip(&self.places).map(memory).collect()
+    }
+}
+
+impl Expected {
+    fn at(&self, (address, size): Place, owner: Option<Py<PyAny>>) -> Memory {
+        let (name, dtype, shape) = (self.name.clone(), self.dtype.name().to_owned(), self.shape.clone());
+        Memory(name, dtype, shape.unwrap_or_default(), address, size, owner)
+    }
+}
+
 /// Memory that holds a rectangle of a tensor: the shape of the whole tensor in [`Memory`], the address and the size from the first
 /// row to the last, the first index and the number of indexes in each dimension, and the distance between rows in bytes.
 #[derive(FromPyObject)]
@@ -108,6 +159,11 @@ impl SliceMemory {
         // SAFETY: promised by the caller.
         let slice = TensorSlice::new(self.0.name(), self.rectangle(), unsafe { self.0.device_slice() });
         if let Some(pitch) = self.3 { slice.pitch(pitch) } else { slice }
+    }
+
+    /// A copy without the owner, which does not keep the memory alive.
+    fn unowned(&self) -> Self {
+        Self(self.0.unowned(), self.1.clone(), self.2.clone(), self.3)
     }
 
     /// A whole tensor, as a slice.
@@ -162,10 +218,21 @@ pub fn info(tensor: &Memory) -> Result<TensorInfo> {
 }
 
 /// Tensors of a call: whole ones, or slices of tensors. An empty list is either.
-#[derive(FromPyObject)]
 pub enum Tensors {
     Whole(Vec<Memory>),
     Slices(Vec<SliceMemory>),
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(match object.extract()? {
+            DeviceTensors::Plain(plain) => Self::Whole(plain.get().memories(object.py())),
+            DeviceTensors::Whole(tensors) => Self::Whole(tensors),
+            DeviceTensors::Slices(slices) => Self::Slices(slices),
+        })
+    }
 }
 
 impl Tensors {
@@ -183,13 +250,24 @@ impl Tensors {
     }
 
     /// All tensors as slices, without their owners, which do not keep the memory alive.
-    pub fn into_unowned(self, py: Python<'_>) -> Vec<SliceMemory> {
+    pub fn into_unowned(self) -> Vec<SliceMemory> {
         let mut slices = match self {
             Self::Whole(tensors) => tensors.into_iter().map(SliceMemory::whole).collect(),
             Self::Slices(slices) => slices,
         };
-        slices.iter_mut().for_each(|slice| slice.0.5 = py.None());
+        slices.iter_mut().for_each(|slice| slice.0.5 = None);
         slices
+    }
+
+    /// All tensors.
+    ///
+    /// # Errors
+    /// If they are slices.
+    pub fn into_whole(self) -> PyResult<Vec<Memory>> {
+        match self {
+            Self::Whole(tensors) => Ok(tensors),
+            Self::Slices(_) => Err(PyTypeError::new_err("expected whole tensors, found slices")),
+        }
     }
 
     /// The rectangles of slices, by name of the tensor.
@@ -214,6 +292,76 @@ impl Tensors {
         match self {
             Self::Whole(tensors) => tensors.iter().collect(),
             Self::Slices(slices) => slices.iter().map(|slice| &slice.0).collect(),
+        }
+    }
+}
+
+/// Tensors of a call on a device, as [`Tensors`].
+#[derive(FromPyObject)]
+pub enum DeviceTensors {
+    Plain(Py<PlainTensors>),
+    Whole(Vec<Memory>),
+    Slices(Vec<SliceMemory>),
+}
+
+impl DeviceTensors {
+    /// Whether these are whole tensors.
+    pub fn is_whole(&self) -> bool {
+        !matches!(self, Self::Slices(_))
+    }
+
+    /// All tensors, without their owners.
+    pub fn into_unowned(self) -> Unowned {
+        match self {
+            Self::Plain(plain) => Unowned::Plain { expected: plain.get().expected.clone(), places: plain.get().places.clone() },
+            Self::Whole(tensors) => Unowned::Slices(Tensors::Whole(tensors).into_unowned()),
+            Self::Slices(slices) => Unowned::Slices(Tensors::Slices(slices).into_unowned()),
+        }
+    }
+}
+
+/// Tensors without their owners, which do not keep the memory alive.
+pub enum Unowned {
+    /// As [`PlainTensors`].
+    Plain {
+        expected: Arc<Vec<Expected>>,
+        places: Vec<Place>,
+    },
+    Slices(Vec<SliceMemory>),
+}
+
+impl Unowned {
+    /// All tensors as slices.
+    pub fn slices(&self) -> Vec<SliceMemory> {
+        match self {
+            Self::Plain { expected, places } => {
+                let slice = |(one, place): (&Expected, &Place)| SliceMemory::whole(one.at(*place, None));
+                expected.iter().zip(places).map(slice).collect()
+            }
+            Self::Slices(slices) => slices.iter().map(SliceMemory::unowned).collect(),
+        }
+    }
+
+    pub fn addresses(&self) -> Vec<usize> {
+        match self {
+            Self::Plain { places, .. } => places.iter().map(|place| place.0).collect(),
+            Self::Slices(slices) => slices.iter().map(|slice| slice.0.address()).collect(),
+        }
+    }
+
+    /// Sets all addresses. All other fields stay.
+    pub fn move_to(&mut self, to: &[usize]) {
+        match self {
+            Self::Plain { places, .. } => places.iter_mut().zip(to).for_each(|(place, &address)| place.0 = address),
+            Self::Slices(slices) => slices.iter_mut().zip(to).for_each(|(slice, &address)| slice.0.3 = address),
+        }
+    }
+
+    /// Size of the elements in bytes.
+    pub fn size(&self) -> u64 {
+        match self {
+            Self::Plain { places, .. } => places.iter().map(|place| place.1 as u64).sum(),
+            Self::Slices(slices) => slices.iter().map(SliceMemory::size).sum(),
         }
     }
 }

@@ -1,16 +1,18 @@
 //! An open pair whose tensors are read from and written to memory.
 
 use crate::errors;
-use crate::memory::{self, Memory, SliceMemory, Tensors};
+use crate::memory::{self, Expected, Memory, SliceMemory, Tensors};
+use crate::outline::{Outline, base_tensors};
 use crate::run::{Steering, run, run_here};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyString};
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::PyByteArray;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
-    Apply, ApplyReport, BaseKind, Checkpoint, Error, Escaped, FileSource, FusedSlices, InPlace, MemoryCheckpoint, OpenOptions,
-    Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
+    Apply, ApplyReport, BaseKind, Checkpoint, Dtype, Error, Escaped, FileSource, FusedSlices, InPlace, MemoryCheckpoint,
+    OpenOptions, Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
 };
 
 /// An open pair, with the files of its base if it was opened with them.
@@ -23,9 +25,6 @@ pub struct Pair {
 /// Name, dtype, dims, kind of base, name of the base tensor, whether any element changes, and the tensors of the base.
 type Described = (String, &'static str, Vec<u64>, &'static str, String, bool, Vec<BaseTensor>);
 
-/// What [`Pair::outline`] returns: names; dtypes and dims; whether tensors are written in place.
-type Outline = (Vec<Py<PyString>>, Vec<(Py<PyString>, Vec<u64>)>, Vec<bool>);
-
 /// Name, dtype and dims of a tensor of the base.
 type BaseTensor = (String, &'static str, Vec<u64>);
 
@@ -35,15 +34,11 @@ impl Pair {
     #[new]
     #[pyo3(signature = (path, base=None, expect=None))]
     fn open(py: Python<'_>, path: PathBuf, base: Option<PathBuf>, expect: Option<[u8; 32]>) -> PyResult<Self> {
-        // Only a pair that is being published makes this wait. Then a signal must be able to interrupt the wait.
-        let at_once = || match tpde::Pair::open_with(&path, &options(expect), &Impatient) {
-            Err(Error::Cancelled) => Ok(None),
-            opened => opened.map(Some),
-        };
+        // If the call waits, a signal must be able to interrupt it.
         if base.is_none()
-            && let Some(pair) = run_here(py, at_once)?
+            && let Some(pair) = run_here(py, || open_at_once(&path, expect))?
         {
-            return Ok(Self { pair: Arc::new(pair), base: None });
+            return Ok(Self::without_base(Arc::new(pair)));
         }
         run(py, None, 0, |steering| {
             let pair = Arc::new(self::open(&path, expect, steering)?);
@@ -51,22 +46,29 @@ impl Pair {
         })
     }
 
-    /// Names, dtypes and dims of all tensors, names ascending, and whether an application in place writes them. Costs a third of
-    /// [`Pair::tensors`].
-    fn outline(&self, py: Python<'_>) -> Outline {
+    /// The tensors, or those of these names, without what only [`Pair::tensors`] has; names ascending.
+    #[pyo3(signature = (names=None))]
+    fn outline(&self, names: Option<Vec<PyBackedStr>>) -> Outline {
         let index = self.pair.index();
-        let entries: Vec<_> = index.tensors().collect();
+        let entries: Vec<_> = match names {
+            None => index.tensors().collect(),
+            Some(mut names) => {
+                names.sort_unstable();
+                names.dedup();
+                names.iter().flat_map(|name| index.entries(name)).collect()
+            }
+        };
         let is_written = |tensor: &Tensor<'_>| {
             tensor.base_kind == BaseKind::None || tensor.chunks().any(|chunk| index.chunk(chunk).num_deltas > 0)
         };
-        let mut outline = Outline::default();
-        for parts in entries.chunk_by(|a, b| a.name == b.name) {
-            let first = &parts[0];
-            outline.0.push(PyString::new(py, first.name).unbind());
-            outline.1.push((PyString::intern(py, first.dtype.name()).unbind(), first.whole_shape().to_vec()));
-            outline.2.push(parts.iter().any(is_written));
-        }
-        outline
+        let expected = |parts: &[Tensor<'_>]| Expected {
+            name: parts[0].name.to_owned(),
+            dtype: parts[0].dtype,
+            shape: Some(parts[0].whole_shape().to_vec()),
+            is_written: parts.iter().any(is_written),
+            entry: parts[0].part.is_none().then_some(parts[0].place),
+        };
+        Outline::new(&self.pair, entries.chunk_by(|a, b| a.name == b.name).map(expected).collect())
     }
 
     /// All tensors, names ascending. If the pair has parts of a tensor, the tensor has the kind of base of its parts, or `mixed`.
@@ -79,6 +81,8 @@ impl Pair {
             let kind = if is_mixed { "mixed" } else { first.base_kind.name() };
             let (name, base_name) = (first.name.to_owned(), first.base_name.to_owned());
             let bases = parts.iter().find_map(|part| Some(base_tensors(part, part.base_shape()?))).unwrap_or_default();
+            let described = |(name, dtype, shape): (&str, Dtype, Vec<u64>)| (name.to_owned(), dtype.name(), shape);
+            let bases = bases.into_iter().map(described).collect();
             (name, first.dtype.name(), first.whole_shape().to_vec(), kind, base_name, parts.iter().any(changes), bases)
         };
         let entries: Vec<_> = index.tensors().collect();
@@ -128,11 +132,12 @@ impl Pair {
     fn read(
         &self,
         py: Python<'_>,
-        mut outputs: Vec<Memory>,
+        outputs: Tensors,
         base: Option<Tensors>,
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
+        let mut outputs = outputs.into_whole()?;
         let once = each_memory_once(&self.pair, &outputs).map_err(|error| errors::to_python(py, &error))?;
         let total = once.iter().map(|&i| outputs[i].range().len() as u64).sum();
         run(py, progress, total, |steering| {
@@ -207,13 +212,8 @@ impl Pair {
 
     /// Changes tensors in place. Tensors that share memory are changed once. False if they already were the target.
     #[pyo3(signature = (tensors, *, checked, progress))]
-    fn apply_in_place(
-        &self,
-        py: Python<'_>,
-        mut tensors: Vec<Memory>,
-        checked: bool,
-        progress: Option<Py<PyAny>>,
-    ) -> PyResult<bool> {
+    fn apply_in_place(&self, py: Python<'_>, tensors: Tensors, checked: bool, progress: Option<Py<PyAny>>) -> PyResult<bool> {
+        let mut tensors = tensors.into_whole()?;
         let once = each_memory_once(&self.pair, &tensors).map_err(|error| errors::to_python(py, &error))?;
         let total = once.iter().map(|&i| tensors[i].range().len() as u64).sum();
         let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
@@ -289,6 +289,14 @@ pub fn open(path: &Path, expect: Option<[u8; 32]>, steering: &Steering) -> Resul
     tpde::Pair::open_with(path, &options(expect), steering)
 }
 
+/// [`open`], without waiting: `None` if the pair is being published.
+pub fn open_at_once(path: &Path, expect: Option<[u8; 32]>) -> Result<Option<tpde::Pair<FileSource>>> {
+    match tpde::Pair::open_with(path, &options(expect), &Impatient) {
+        Err(Error::Cancelled) => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
 fn options(expect: Option<[u8; 32]>) -> OpenOptions {
     expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest))
 }
@@ -307,6 +315,11 @@ pub fn unknown(name: &str) -> Error {
 }
 
 impl Pair {
+    /// An open pair, without a base.
+    pub fn without_base(pair: Arc<tpde::Pair<FileSource>>) -> Self {
+        Self { pair, base: None }
+    }
+
     /// The pair without its base, as a shared handle.
     pub fn shared(&self) -> Arc<tpde::Pair<FileSource>> {
         self.pair.clone()
@@ -344,13 +357,6 @@ pub fn check_type(given: &Memory, tensor: &Tensor<'_>) -> Result<()> {
     Err(Error::InvalidArgument(format!("tensor {name} is {dtype} {shape:?} here, and {expected} in the pair")))
 }
 
-/// The base tensor of an entry, and its tensor of scales if it has one.
-fn base_tensors(entry: &Tensor<'_>, shape: Vec<u64>) -> Vec<BaseTensor> {
-    let base = (entry.base_name.to_owned(), entry.base_dtype().name(), shape);
-    let scales = entry.scales().map(|(name, dtype, shape)| (name.to_owned(), dtype.name(), shape));
-    std::iter::once(base).chain(scales).collect()
-}
-
 /// Indices of the tensors to change so that each memory range is changed once. Tied weights are one range with several names;
 /// their targets must be equal. Dtypes and shapes must be those in the pair.
 pub fn each_memory_once<'a>(
@@ -359,41 +365,45 @@ pub fn each_memory_once<'a>(
 ) -> Result<HashSet<usize>> {
     let mut found = Vec::new();
     for (i, given) in tensors.into_iter().enumerate() {
-        let entries = entries(pair, given.name())?;
-        check_type(given, &entries[0])?;
-        let (found_bytes, expected) = (given.range().len() as u64, memory::info(given)?.bytes());
+        let mut entries = pair.index().entries(given.name());
+        let first = entries.next().ok_or_else(|| unknown(given.name()))?;
+        check_type(given, &first)?;
+        let has_no_base = first.base_kind == BaseKind::None && entries.all(|entry| entry.base_kind == BaseKind::None);
+        // The index has checked that the shape is valid.
+        let expected = first.dtype.lanes(first.whole_shape()).unwrap_or(0) * first.dtype.lane_bytes() as u64;
+        let found_bytes = given.range().len() as u64;
         if found_bytes != expected {
             let name = Escaped(given.name());
             return Err(Error::InvalidArgument(format!("tensor {name} has {found_bytes} bytes, expected {expected}")));
         }
-        found.push((i, given.range(), entries));
+        found.push((i, given.range(), first.name, has_no_base));
     }
     // Among tied tensors, one with a base comes first, because only its base can be checked.
-    let has_no_base = |entries: &[Tensor<'_>]| entries.iter().all(|entry| entry.base_kind == BaseKind::None);
-    found.sort_by_key(|(_, range, entries)| (range.start, range.end, has_no_base(entries)));
+    found.sort_by_key(|(_, range, _, has_no_base)| (range.start, range.end, *has_no_base));
     let mut once = HashSet::new();
-    let mut before: Option<&(usize, std::ops::Range<usize>, Vec<Tensor<'_>>)> = None;
+    let mut before: Option<&(usize, std::ops::Range<usize>, &str, bool)> = None;
     for tensor in &found {
-        let (i, range, entries) = tensor;
+        let (i, range, name, _) = tensor;
         if range.is_empty() {
             once.insert(*i);
             continue;
         }
-        match before.filter(|(_, other, _)| range.start < other.end) {
-            Some((_, other, first)) if other == range => {
-                let is_same = |(a, b): (&Tensor<'_>, &Tensor<'_>)| {
-                    (b.base_kind == BaseKind::None || a.base_digest() == b.base_digest()) && has_same_target(a, b)
+        match before.filter(|(_, other, ..)| range.start < other.end) {
+            Some((_, other, first, _)) if other == range => {
+                let is_same = |(a, b): (Tensor<'_>, Tensor<'_>)| {
+                    (b.base_kind == BaseKind::None || a.base_digest() == b.base_digest()) && has_same_target(&a, &b)
                 };
-                if first.len() != entries.len() || !first.iter().zip(entries).all(is_same) {
-                    let (a, b) = (Escaped(first[0].name), Escaped(entries[0].name));
+                let (ours, others) = (pair.index().entries(first), pair.index().entries(name));
+                if ours.len() != others.len() || !ours.zip(others).all(is_same) {
+                    let (a, b) = (Escaped(first), Escaped(name));
                     return Err(Error::InvalidArgument(format!(
                         "tensors {a} and {b} share memory, but not their values in the pair"
                     )));
                 }
                 continue;
             }
-            Some((_, _, first)) => {
-                let (a, b) = (Escaped(first[0].name), Escaped(entries[0].name));
+            Some((_, _, first, _)) => {
+                let (a, b) = (Escaped(first), Escaped(name));
                 return Err(Error::InvalidArgument(format!("tensors {a} and {b} share a part of their memory")));
             }
             None => {}

@@ -1,8 +1,8 @@
 //! Payloads that threads of the pool read to pinned memory while the interpreter describes tensors.
 
-use crate::run::spawn;
+use crate::later::Later;
 use rayon::prelude::*;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use tpde::cuda::{Device, PinnedBuffer};
 use tpde::{FileSource, Pair, Result, Source};
 
@@ -12,47 +12,22 @@ const MAX_BYTES: u64 = 64 << 20;
 const PIECE: usize = 256 << 10;
 
 /// A blob that is being read to pinned memory.
-#[derive(Default)]
-pub struct ReadAhead {
-    /// Set when the read has ended: the bytes, or `None` after an error.
-    read: Mutex<Option<Option<Arc<PinnedBuffer>>>>,
-    has_ended: Condvar,
-}
+#[derive(Clone)]
+pub struct ReadAhead(Arc<Later<Option<Arc<PinnedBuffer>>>>);
 
 impl ReadAhead {
     /// Starts to read the blob of a pair. `None` if it is too large, or if no thread can start.
-    pub fn start(device: &Device, pair: &Arc<Pair<FileSource>>) -> Option<Arc<Self>> {
+    pub fn start(device: &Device, pair: &Arc<Pair<FileSource>>) -> Option<Self> {
         if pair.blob().size() > MAX_BYTES {
             return None;
         }
-        let this = Arc::new(Self::default());
-        // Ends the read also if it panics.
-        let (end, device, pair) = (End(this.clone()), device.clone(), pair.clone());
-        spawn(move || end.with(read(&device, pair.blob()).ok())).ok()?;
-        Some(this)
+        let (device, pair) = (device.clone(), pair.clone());
+        Later::start(move || read(&device, pair.blob()).ok().map(Arc::new)).map(Self)
     }
 
-    /// Waits until the read has ended. Returns `None` after an error.
+    /// Waits until the read has ended. Returns `None` after an error. Must not be called on a thread of the pool.
     pub fn wait(&self) -> Option<Arc<PinnedBuffer>> {
-        let read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = self.has_ended.wait_while(read, |read| read.is_none()).unwrap_or_else(PoisonError::into_inner);
-        read.clone().flatten()
-    }
-}
-
-/// Ends a read, with an error unless it has ended before.
-struct End(Arc<ReadAhead>);
-
-impl End {
-    fn with(&self, read: Option<PinnedBuffer>) {
-        self.0.read.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| read.map(Arc::new));
-        self.0.has_ended.notify_all();
-    }
-}
-
-impl Drop for End {
-    fn drop(&mut self) {
-        self.with(None);
+        self.0.get().flatten()
     }
 }
 

@@ -160,7 +160,7 @@ def install() -> Driver:
     """Puts the stand-in in the place of PyTorch's device, for the rest of the process."""
     driver = Driver()
     device = StandIn(driver)
-    describe, describe_many = _torch_memory.describe, _torch_memory.describe_many
+    describe, columns_of = _torch_memory.describe, _torch_memory.columns_of
     empty: Callable[..., Any] = _torch_memory.TorchAllocator.empty
 
     def on_cpu(device: Any, tensors: Iterable[Any]) -> Any:
@@ -173,8 +173,11 @@ def install() -> Driver:
     def described(name: str, tensor: Any, expected: Any = None, device: Any = "cpu", **how: Any) -> Any:
         return describe(name, tensor, expected, on_cpu(device, [tensor]), **how)
 
-    def all_described(names: Any, tensors: Any, expected: Any, device: Any) -> Any:
-        return describe_many(names, tensors, expected, on_cpu(device, tensors))
+    def columns(names: Any, tensors: Any, device: Any) -> Any:
+        try:
+            return columns_of(names, tensors, on_cpu(device, tensors))
+        except tpde.InvalidArgument:
+            return None
 
     def allocated(self: Any, name: str, dtype: str, shape: list[int]) -> Any:
         if torch.device(self.device).type == "cpu":
@@ -184,7 +187,7 @@ def install() -> Driver:
 
     for module in (_open, _slices, _state, tpde.slices):
         vars(module)["device_of"] = lambda values: DEVICE if any(map(driver.has, values)) else None
-    vars(_torch_memory).update(describe=described, describe_many=all_described, check_device=torch.device)
+    vars(_torch_memory).update(describe=described, columns_of=columns, check_device=torch.device)
     _torch_memory.TorchAllocator.empty = allocated  # type: ignore[method-assign]
     _device.Device.of = classmethod(lambda cls, _: device)  # type: ignore[assignment,method-assign]
     return driver

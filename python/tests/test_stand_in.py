@@ -20,6 +20,8 @@ BUILD = ROOT / "kernels" / "emulator" / "build"
     "name, least, order",
     [
         ("test_cuda_slices.py", 20, "early"),
+        ("test_cuda_paths.py", 20, "early"),
+        ("test_cuda_paths.py", 20, "late"),
         ("test_cuda_encode.py", 14, "early"),
         ("test_cuda_sync.py", 16, "early"),
         ("test_cuda_sync.py", 16, "late"),

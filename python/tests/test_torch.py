@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -255,7 +256,7 @@ class TestApply:
         assert raw_of(tensors) == made.target_bytes
         assert not whole[0].any() and not whole[2].any()
 
-    def test_tensors_looked_at_together_are_what_each_is_alone(self) -> None:
+    def test_tensors_looked_at_together_are_what_each_is_alone(self, tmp_path: Path) -> None:
         from tpde import _torch_memory
 
         tensors = {
@@ -266,15 +267,36 @@ class TestApply:
             "scalar": torch.tensor(1.0),
             "fp8": torch.zeros(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
         }
-        alone = [_torch_memory.describe(name, tensor) for name, tensor in tensors.items()]
-        expected = [(dtype, shape) for _, dtype, shape, *_ in alone]
-        names, values = list(tensors), list(tensors.values())
-        together = _torch_memory.describe_many(names, values, expected, "cpu")
-        assert together is not None and [one[:5] for one in together] == [one[:5] for one in alone]
-        assert all(one[5][0] is tensor for one, tensor in zip(together, values))
+
+        def outline_of(tensors: dict[str, torch.Tensor]) -> Any:
+            tpde.torch.save_file({name: tensor.detach() for name, tensor in tensors.items()}, tmp_path / "pair", replace=True)
+            return tpde._tpde.Pair(tmp_path / "pair").outline()
+
+        def together(outline: Any, tensors: dict[str, torch.Tensor]) -> list[Any] | None:
+            columns = _torch_memory.columns_of(list(tensors), list(tensors.values()), "cpu")
+            plain = None if columns is None else outline.plain(columns)
+            return None if plain is None else plain.memories()
+
+        alone = {name: _torch_memory.describe(name, tensor) for name, tensor in tensors.items()}
+        outline = outline_of(tensors)
+        others = {**tensors, "other": torch.zeros(2)}
+        described = together(outline, others)
+        assert described is not None and [one[0] for one in described] == sorted(tensors)
+        for one in described:
+            assert one[:5] == alone[one[0]][:5]
+            # The owner keeps all tensors and their storages.
+            assert any(tensor is tensors[one[0]] for tensor in one[5][0])
+            assert [storage.data_ptr() for storage in one[5][1]] == [
+                tensor.untyped_storage().data_ptr() for tensor in others.values()
+            ]
+        some = outline.select([name != "scalar" for name in outline.names()])
+        assert [one[0] for one in together(some, tensors)] == sorted(tensors.keys() - {"scalar"})
         # The fast path leaves every unusual tensor to the full check.
+        assert together(outline, {name: tensor for name, tensor in tensors.items() if name != "scalar"}) is None
         emptied = torch.zeros(6)
         emptied.untyped_storage().resize_(8)
+        behind = torch.zeros(8)[2:]
+        behind.untyped_storage().resize_(31)
         for odd in (
             torch.zeros(4, 6).t(),
             torch.zeros(6, dtype=torch.complex64),
@@ -282,13 +304,19 @@ class TestApply:
             torch.zeros(6, dtype=torch.complex64).conj().imag,
             torch.zeros(6, device="meta"),
             torch.zeros(6, dtype=torch.int32),
+            torch.zeros(1, 6),
+            torch.zeros(7),
             emptied,
+            behind,
         ):
-            like = ("F32", [6]) if odd.dim() == 1 else ("F32", [6, 4])
-            assert _torch_memory.describe_many(["plain", "odd"], [values[0], odd], [expected[0], like], "cpu") is None
+            like = {"plain": tensors["plain"], "odd": torch.zeros(6, 4) if odd.dim() == 2 and len(odd) > 1 else torch.zeros(6)}
+            assert together(outline_of(like), like) is not None
+            assert together(outline_of(like), {**like, "odd": odd}) is None
+
+        outline = outline_of({"odd": torch.zeros(6)})
 
         def within(tensor: torch.Tensor) -> torch.Tensor:
-            assert _torch_memory.describe_many(["odd"], [tensor], [("F32", [6])], "cpu") is None
+            assert together(outline, {"odd": tensor}) is None
             with pytest.raises(tpde.InvalidArgument, match="without memory of its own"):
                 _torch_memory.describe("odd", tensor)
             return tensor

@@ -14,17 +14,21 @@ from typing import Any, Literal, TypeVar, Union
 
 import torch
 
-from . import _tpde
+from . import _torch_memory, _tpde
 from ._entry import Entry
 from ._errors import AlreadyApplied, DeviceFailed, DeviceUnavailable, InvalidArgument, OutOfMemory
-from ._paths import Digest, StrPath, open_pair, path_of
+from ._paths import Digest, StrPath, digest_of, open_pair, path_of
 from ._progress import Progress, progress_callback
-from ._tensor import Memory, SliceMemory
+from ._tensor import Memories, Memory, SliceMemory
 from ._torch_memory import StateSnapshot, check_device
 
 #: Scratch memory in bytes for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB after
 #: PyTorch's rounding. The second value is for an index of more than 1 MiB, for which PyTorch allocates a block of 20 MiB.
 _SCRATCH, _SCRATCH_BESIDE_LARGE = 58 << 20, 40 << 20
+
+#: Memory in bytes for the index of a pair that is being opened: as much as PyTorch takes from its blocks for small tensors. A larger index
+#: is uploaded when its size is known.
+_INDEX_AHEAD = 1 << 20
 
 Payloads = Literal["file", "pinned", "device"]
 _Result = TypeVar("_Result")
@@ -179,11 +183,13 @@ def _address_and_bytes(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 #: Whole tensors, or slices of tensors.
-_Memories = Union[list[Memory], list[SliceMemory]]
+_Memories = Union[Memories, list[SliceMemory]]
 
 
 def _memories(tensors: _Memories) -> list[tuple[Memory, tuple[Any, ...]]]:
     """The memory of each tensor, or of each slice with its place in the tensor."""
+    if isinstance(tensors, _tpde.PlainTensors):
+        tensors = tensors.memories()
     return [(one[0], one[1:]) if len(one) == 4 else (one, ()) for one in tensors]
 
 
@@ -204,7 +210,8 @@ class Application:
 
     def __init__(self, pair: DevicePair, tensors: _Memories, base: _Memories, mode: str, *, digests: bool = True) -> None:
         self.mode = mode
-        self.described = (_described(tensors), _described(base))
+        #: What tensors must have for it to run on them, if it is kept.
+        self.described: tuple[Any, Any] | None = None
         device = pair._device
         scratch = _SCRATCH if pair._index.numel() <= 1 << 20 else _SCRATCH_BESIDE_LARGE
         plan = pair._raw.plan_all(tensors, base, mode, scratch_most=scratch, digests=digests)
@@ -243,6 +250,31 @@ class Application:
             applied, queued = self.raw.run(handle, callback, commits=commits, meanwhile=meanwhile)
             device.queued = begin + queued
         return applied
+
+
+class Opening:
+    """A pair that a thread opens and uploads for one call, while tensors are described. Other threads read its payloads."""
+
+    def __init__(self, pair: StrPath, expect: Digest | None, device: Any) -> None:
+        self._path, self._expect = path_of(pair), digest_of(expect)
+        self._device = Device.of(device)
+        self._raw = None
+        if not self._device.is_capturing():  # it is refused when the pair is made ready
+            self._index = self._device.memory(_INDEX_AHEAD, "the index of a pair")
+            address = _address_and_bytes(self._index)
+            self._raw = _tpde.Opening.start(self._device.raw, self._path, self._expect, address, self._index)
+
+    def columns_of(self, tensors: Mapping[str, Any]) -> _tpde.Columns | None:
+        """The columns of tensors on the device."""
+        return _torch_memory.columns_of(list(tensors), list(tensors.values()), self._device.torch)
+
+    def wait(self) -> tuple[_tpde.Pair, DevicePair | None]:
+        """The pair, and the pair on the device, unless its index needs more memory."""
+        opened = None if self._raw is None else self._raw.wait()
+        if opened is None:
+            return open_pair(self._path, expect=self._expect), None
+        pair, raw = opened
+        return pair, None if raw is None else DevicePair._of_raw(self._path, pair, self._device, self._index, raw)
 
 
 class DevicePair:
@@ -284,20 +316,32 @@ class DevicePair:
         """A `DevicePair` for a single call, from an open pair. Threads begin to read the payloads."""
         opened = cls.__new__(cls)
         opened._open(path, pair, device, payloads, None, ahead=True)
+        opened._is_kept = False
         return opened
+
+    @classmethod
+    def _of_raw(cls, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor, raw: _tpde.DevicePair) -> DevicePair:
+        """A `DevicePair` for a single call, whose index has been uploaded."""
+        opened = cls.__new__(cls)
+        opened._set(path, pair, device, index)
+        opened._raw, opened._is_kept = raw, False
+        return opened
+
+    def _set(self, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor) -> None:
+        self._path, self._pair, self._device, self._index = path, pair, device, index
+        self._blob: torch.Tensor | None = None
+        #: Whether it is used for several calls.
+        self._is_kept = True
+        self._listed: list[Entry] | None = None
+        #: The last application. Removed from the dict while in use: dict operations are atomic, so two threads cannot both take it.
+        self._kept: dict[str, Application] = {}
 
     def _open(
         self, path: StrPath, pair: _tpde.Pair, device: Any, payloads: Payloads, progress: Progress, *, ahead: bool = False
     ) -> None:
-        self._device = Device.of(device)
-        self._device.refuse_capture("making a pair ready")
-        self._path = path_of(path)
-        self._pair = pair
-        self._index = self._device.memory(_tpde.DevicePair.index_bytes(self._pair), "the index of a pair")
-        self._blob = None
-        self._listed: list[Entry] | None = None
-        #: The last application. Removed from the dict while in use: dict operations are atomic, so two threads cannot both take it.
-        self._kept: dict[str, Application] = {}
+        on = Device.of(device)
+        on.refuse_capture("making a pair ready")
+        self._set(path_of(path), pair, on, on.memory(_tpde.DevicePair.index_bytes(pair), "the index of a pair"))
         if payloads == "device":
             self._blob = self._device.memory(self._pair.blob_bytes(), "the payloads of a pair")
         with progress_callback(progress, "read") as callback:
@@ -345,6 +389,8 @@ class DevicePair:
                 application = None
         if application is None:
             application = Application(self, tensors, base, mode)
+            if self._is_kept:
+                application.described = (_described(tensors), _described(base))
         return application.run(self, progress, meanwhile=meanwhile), application
 
     def _apply_after(self, before: list[DevicePair], tensors: _Memories, progress: Progress, *, scratch: int | None) -> bool:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from . import _tpde
 from ._errors import InvalidArgument, TpdeError
 from ._numpy_memory import describe_array
 from ._paths import check_name
-from ._tensor import Memory
+from ._tensor import Memories, Memory
 
 
 def is_torch(value: Any) -> bool:
@@ -65,18 +66,30 @@ def device_of(values: Iterable[Any]) -> Any:
     return None
 
 
-def describe_each(
-    names: list[str], values: list[Any], expected: list[tuple[str, list[int]]], *, writable: bool = False, device: Any = "cpu"
-) -> list[Memory]:
-    """Calls :func:`describe` for each value."""
+def describe_each(outline: _tpde.Outline, values: list[Any], *, writable: bool = False, device: Any = "cpu") -> Memories:
+    """Calls :func:`describe` for each tensor of the outline."""
     if values and is_torch(values[0]):
         from . import _torch_memory
 
-        described = _torch_memory.describe_many(names, values, expected, device)
+        columns = _torch_memory.columns_of(outline.names(), values, device)
+        described = None if columns is None else outline.plain(columns)
         if described is not None:
             return described
-    each = zip(names, values, expected)
+    likes = [
+        (dtype, [*getattr(value, "shape", [])] if shape is None else shape)
+        for value, (dtype, shape) in zip(values, outline.expected())
+    ]
+    each = zip(outline.names(), values, likes)
     return [describe(name, value, like, writable=writable, device=device) for name, value, like in each]
+
+
+def together(outline: _tpde.Outline, memories: list[Memory]) -> Memories:
+    """The memory of the tensors of an outline, in the form that costs the Rust half least."""
+    if not memories:
+        return memories
+    names, dtypes, shapes, addresses, sizes, owners = zip(*memories)
+    columns = (list(names), list(dtypes), list(map(tuple, shapes)), list(addresses), [0] * len(names), list(sizes), owners)
+    return outline.plain(columns) or memories
 
 
 def describe_all(tensors: Mapping[str, Any], device: Any = "cpu") -> list[Memory]:

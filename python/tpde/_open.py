@@ -5,23 +5,28 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
+from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from ._dtypes import is_packed
+from . import _tpde
 from ._entry import Entry
 from ._errors import DeviceUnavailable, InvalidArgument
 from ._index import complete, selected
-from ._memory import describe_each, device_of
+from ._memory import describe_each, device_of, together
 from ._numpy_memory import NumPyAllocator
 from ._paths import Digest, StrPath, check_digest, check_name, is_path, open_pair, path_of
 from ._progress import Progress, progress_callback
-from ._tensor import Memory
+from ._tensor import Memories
 
 
 class Reader:
     """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
-    def __init__(self, pair: Any, base: Any, framework: str, device: Any = "cpu", *, expect: Digest | None = None) -> None:
+    def __init__(
+        self, pair: Any, base: Any, framework: str, device: Any = "cpu", *, expect: Digest | None = None, is_read_once: bool = False
+    ) -> None:
         #: The CUDA device that receives the tensors; ``None`` for the CPU.
         self.device: Any = None
         #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.
@@ -41,6 +46,8 @@ class Reader:
         else:
             raise InvalidArgument(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self.tensors: Mapping[str, Any] | None = None
+        #: The columns of these tensors, if known.
+        self.columns: _tpde.Columns | None = None
         path = None
         if is_path(base):
             path = path_of(base)
@@ -49,19 +56,28 @@ class Reader:
         if self.device is not None:
             # With a base in files or on the CPU, tensors are rebuilt on the CPU and copied to the device.
             if device_of((self.tensors or {}).values()) is not None or base is None:
-                self._open_on_device(pair, expect)
+                self._open_on_device(pair, expect, is_read_once=is_read_once)
             else:
                 self.allocator = TorchAllocator("cpu")
         if self.on_device is None:
             self.pair = open_pair(pair, path, expect)
         self.has_base_files = path is not None
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """All tensors by name, names ascending."""
         listed = list(map(Entry._make, self.pair.tensors())) if self.on_device is None else self.on_device._entries()
-        self.entries = {entry.name: entry for entry in listed}
+        return {entry.name: entry for entry in listed}
 
-    def _open_on_device(self, pair: Any, expect: Digest | None) -> None:
-        from ._device import DevicePair
+    def _open_on_device(self, pair: Any, expect: Digest | None, *, is_read_once: bool) -> None:
+        from ._device import DevicePair, Opening
 
-        if not isinstance(pair, DevicePair):
+        if is_read_once and not isinstance(pair, DevicePair):
+            opening = Opening(pair, expect, self.device)
+            self.columns = None if self.tensors is None else opening.columns_of(self.tensors)
+            opened, ready = opening.wait()
+            self.on_device = ready or DevicePair._of_opened(pair, opened, self.device)
+        elif not isinstance(pair, DevicePair):
             self.on_device = DevicePair(pair, self.device, payloads="file", expect=expect)
         elif pair.device == self.device:
             check_digest(pair._pair, expect)
@@ -77,20 +93,25 @@ class Reader:
         except (KeyError, TypeError):  # an invalid name may not be hashable
             raise InvalidArgument(f"no tensor {name!r} in the pair") from None
 
-    def base_of(self, entries: list[Entry]) -> list[Memory] | None:
-        """The base tensors of these entries; ``None`` if the base is files."""
-        return None if self.tensors is None else bases(entries, self.tensors, "cpu" if self.on_device is None else self.device)
+    def base_of(self, outline: _tpde.Outline) -> Memories | None:
+        """The base tensors of these tensors; ``None`` if the base is files."""
+        where = "cpu" if self.on_device is None else self.device
+        return None if self.tensors is None else bases(outline, self.tensors, where, self.columns)
 
-    def read(self, names: list[str], *, digests: bool = True, progress: Progress = None) -> dict[str, Any]:
-        """Rebuilds these tensors."""
-        entries = [self.entry(name) for name in names]
-        base = self.base_of(entries)
-        results = {entry.name: self.allocator.empty(entry.name, entry.dtype, entry.shape) for entry in entries}
+    def read(self, names: list[str] | None = None, *, digests: bool = True, progress: Progress = None) -> dict[str, Any]:
+        """Rebuilds these tensors, or all."""
+        if names is None:
+            outline = self.pair.outline()
+            kinds = [(name, dtype, shape or []) for name, (dtype, shape) in zip(outline.names(), outline.expected())]
+        else:
+            kinds = [self.entry(name)[:3] for name in names]
+            outline = self.pair.outline(names)
+        base = self.base_of(outline)
+        results = {name: self.allocator.empty(name, dtype, shape) for name, dtype, shape in kinds}
         outputs = [memory for _, memory in results.values()]
         if self.on_device is not None:
-            is_all = len(names) == len(self.entries) and len(names) == len(results)
-            application = self.on_device._rebuild(outputs, base or [], progress)
-            if is_all and self.on_device_is_kept:
+            application = self.on_device._rebuild(together(outline, outputs), base or [], progress)
+            if names is None and self.on_device_is_kept:
                 shapes = [(name, [*tensor.shape], tensor.dtype) for name, (tensor, _) in results.items()]
                 self.on_device._remember(application, None, self.tensors, results=shapes)
             return {name: tensor for name, (tensor, _) in results.items()}
@@ -111,20 +132,23 @@ class Reader:
             return self.read([entry.name])[entry.name][tuple(map(slice, origin, ends))].reshape(shape).clone()
         tensor, memory = self.allocator.empty(entry.name, entry.dtype, shape)
         whole = (entry.name, entry.dtype, entry.shape, *memory[3:])
-        self.pair.read_slices([(whole, origin, extent, None)], base=self.base_of([entry]), digests=digests, progress=None)
+        self.pair.read_slices(
+            [(whole, origin, extent, None)], base=self.base_of(self.pair.outline([entry.name])), digests=digests, progress=None
+        )
         return self._to_device(tensor)
 
 
-def bases(entries: list[Entry], tensors: Mapping[str, Any], device: Any) -> list[Memory]:
-    """The base tensors of these entries that are in ``tensors``, without duplicates."""
-    by_name: dict[str, tuple[Any, tuple[str, list[int]]]] = {}
-    for entry in entries:
-        for name, dtype, shape in entry.bases:
-            value = tensors.get(name)
-            if value is not None and name not in by_name:
-                by_name[name] = value, (dtype, [*getattr(value, "shape", [])] if entry.base_kind == "prefix" else shape)
-    values, expected = [value for value, _ in by_name.values()], [like for _, like in by_name.values()]
-    return describe_each(list(by_name), values, expected, device=device)
+def bases(outline: _tpde.Outline, tensors: Mapping[str, Any], device: Any, columns: _tpde.Columns | None = None) -> Memories:
+    """The base tensors of these tensors that are in ``tensors``, without duplicates. ``columns`` are those of ``tensors``."""
+    outline = outline.bases()
+    described = None if columns is None else outline.plain(columns)
+    if described is not None:
+        return described
+    values = list(map(tensors.get, outline.names()))
+    found = [value is not None for value in values]
+    if not all(found):
+        outline, values = outline.select(found), [*compress(values, found)]
+    return describe_each(outline, values, device=device)
 
 
 def state_of(value: Any) -> Mapping[str, Any]:

@@ -386,8 +386,11 @@ def pair_names(pairs: StrPath | Iterable[StrPath], expect: Digest | None) -> lis
 
 def check_digest(pair: _tpde.Pair, expect: Digest | None) -> None:
     """Compares the digest of an open pair with the digest that the caller expects."""
-    expected, found = digest_of(expect), bytes(pair.digest())
-    if expected is not None and expected != found:
+    expected = digest_of(expect)
+    if expected is None:
+        return
+    found = bytes(pair.digest())
+    if expected != found:
         raise UnexpectedPair(
             f"not the expected pair: expected an index with pair digest {expected.hex()}, found {found.hex()}",
             expected=expected.hex(),

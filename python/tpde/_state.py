@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import compress
+from itertools import compress, islice
 from typing import Any, Literal, Union
 
 from . import _tpde
@@ -15,7 +15,7 @@ from ._open import Reader, bases, state_of
 from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_pair, path_of, report
 from ._progress import Progress, progress_callback
 from ._slices import Slice, checked, describe_saved, describe_slices, device_of_slices, is_slices
-from ._tensor import Memory
+from ._tensor import Memories
 
 Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
@@ -31,8 +31,8 @@ def load(
         loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
         if loaded is not None:
             return loaded
-    reader = Reader(pair, base, framework, device, expect=expect)
-    return reader.read(list(reader.entries), digests=digests, progress=progress)
+    reader = Reader(pair, base, framework, device, expect=expect, is_read_once=True)
+    return reader.read(digests=digests, progress=progress)
 
 
 def save(
@@ -136,13 +136,13 @@ def apply_(
     expect: Digest | None,
     progress: Progress,
     to_inform: Callable[[Mapping[str, Any], list[str]], list[str]],
-    on_written: Callable[[list[Any]], None],
+    inform: Callable[[list[Any]], Callable[[], None]],
     scratch: int | None = None,
 ) -> Outcome:
     """Changes tensors in place, or overwrites them from ``base``.
 
-    ``to_inform(tensors, written)`` returns the names of the tensors that share memory with those that are written. ``on_written``
-    is called with these tensors when they have, or may have, been written.
+    ``to_inform(tensors, written)`` returns the names of the tensors that share memory with those that are written. ``inform`` of these
+    tensors returns a function, which is called when they have, or may have, been written.
     """
     check_mode(mode)
     before, pair = _split_steps(pair, base, mode)
@@ -158,9 +158,17 @@ def apply_(
         how = mode if base is None else "out_of_place"
         application = None if before else device_pair._take_kept(tensors, base_tensors, how, strict=strict)
         if application is not None:
-            return _apply_again(device_pair, application, tensors, on_written, progress, overwrites=base is not None)
-    opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
-    names, expected, is_written = opened.outline()
+            return _apply_again(device_pair, application, tensors, inform, progress, overwrites=base is not None)
+    opening = None if device_pair is not None or path is not None else _open_ahead(pair, tensors, expect)
+    ready = columns = base_columns = None
+    if opening is not None:
+        columns = opening.columns_of(tensors)
+        base_columns = None if base_tensors is None else opening.columns_of(base_tensors)
+        opened, ready = opening.wait()
+    else:
+        opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
+    outline = opened.outline()
+    names, is_written = outline.names(), outline.is_written()
     missing = [name for name in names if name not in tensors]
     if missing and strict and len(missing) == len(names) and tensors:
         ours = next(iter(tensors))
@@ -174,29 +182,40 @@ def apply_(
         _check_steps(before, set(names))
     if missing:
         found = [name in tensors for name in names]
-        names, expected, is_written = [*compress(names, found)], [*compress(expected, found)], [*compress(is_written, found)]
+        outline, names, is_written = outline.select(found), [*compress(names, found)], [*compress(is_written, found)]
     if not names:
         return "nothing"
     values = [tensors[name] for name in names]
     device = device_of(values)
-    on_device = None if device is None else _on(device, pair, opened)
+    on_device = None if device is None else ready if ready is not None and ready.device == device else _on(device, pair, opened)
     where = "cpu" if device is None else device
-    outputs = describe_each(names, values, expected, writable=True, device=where)
+    described = None if columns is None else outline.plain(columns)
+    outputs = describe_each(outline, values, writable=True, device=where) if described is None else described
     # Earlier steps may change what the last one does not.
     written = names if base is not None or before else [*compress(names, is_written)]
-    informed: list[str] | None = None
+    prepared: tuple[list[str], Callable[[], None]] | None = None
 
-    def prepare_to_inform() -> list[str]:
-        nonlocal informed
-        if informed is None:
-            informed = to_inform(tensors, written)
-        return informed
+    def prepare_to_inform() -> tuple[list[str], Callable[[], None]]:
+        nonlocal prepared
+        if prepared is None:
+            versioned = to_inform(tensors, written)
+            prepared = versioned, inform([tensors[name] for name in versioned])
+        return prepared
 
     application = None
     try:
         if base is not None:
             application = _overwrite(
-                opened, on_device, outputs, base, where, progress, digests=mode == "all_checked", meanwhile=prepare_to_inform
+                opened,
+                on_device,
+                outline,
+                outputs,
+                base,
+                where,
+                progress,
+                columns=base_columns,
+                digests=mode == "all_checked",
+                meanwhile=prepare_to_inform,
             )
             applied = True
         elif before:
@@ -209,11 +228,11 @@ def apply_(
     except BaseException as error:
         # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            on_written([tensors[name] for name in prepare_to_inform()])
+            prepare_to_inform()[1]()
         raise
     if applied:
-        versioned = prepare_to_inform()
-        on_written([tensors[name] for name in versioned])
+        versioned, on_written = prepare_to_inform()
+        on_written()
         if application is not None and on_device is not None and on_device is pair:
             pair._remember(application, tensors, base_tensors, versioned=versioned, is_complete=not missing)
     return "applied" if applied else "already_applied"
@@ -223,17 +242,24 @@ def _apply_again(
     pair: Any,
     application: Any,
     tensors: Mapping[str, Any],
-    on_written: Callable[[list[Any]], None],
+    inform: Callable[[list[Any]], Callable[[], None]],
     progress: Progress,
     *,
     overwrites: bool,
 ) -> Outcome:
     """Runs the application of the last call again. The caller has checked that the tensors are the same."""
     pair._device.refuse_capture("applying a pair")
-    versioned = [tensors[name] for name in application.versioned]
+    on_written: Callable[[], None] | None = None
+
+    def prepare_to_inform() -> Callable[[], None]:
+        nonlocal on_written
+        if on_written is None:
+            on_written = inform([tensors[name] for name in application.versioned])
+        return on_written
+
     try:
         try:
-            applied = application.run(pair, progress)
+            applied = application.run(pair, progress, meanwhile=prepare_to_inform)
             if overwrites and not applied:
                 raise AlreadyApplied("already applied: the base is the target of this pair")
         except TpdeError as error:
@@ -242,11 +268,11 @@ def _apply_again(
             raise
     except BaseException as error:
         if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            on_written(versioned)
+            prepare_to_inform()()
         raise
     pair._kept[""] = application
     if applied:
-        on_written(versioned)
+        prepare_to_inform()()
     return "applied" if applied else "already_applied"
 
 
@@ -278,7 +304,7 @@ def apply_slices(
         return "nothing"
     read_from = None
     if base is not None:
-        read_from = _base_of_slices([entries[one.name] for one in slices], base, device)
+        read_from = _base_of_slices(opened, [entries[one.name] for one in slices], base, device)
     on_device = None if device is None else _on(device, pair, opened)
     if on_device is None and device_pair is not None:
         raise InvalidArgument(f"the pair is on {device_pair.device}, the slices are on the CPU")
@@ -313,7 +339,7 @@ def apply_slices(
 
 
 def _apply_on_device(
-    pair: Any, slices: list[Any], base: list[Any] | None, mode: Mode, progress: Progress, *, is_kept: bool
+    pair: Any, slices: list[Any], base: list[Any] | Memories | None, mode: Mode, progress: Progress, *, is_kept: bool
 ) -> bool:
     """Changes slices on a device, or rebuilds them from ``base``, in one launch. False if they already were the target."""
     if base is None:
@@ -325,7 +351,7 @@ def _apply_on_device(
     return bool(applied)
 
 
-def _base_of_slices(entries: list[Entry], base: Any, device: Any) -> list[Any] | None:
+def _base_of_slices(pair: _tpde.Pair, entries: list[Entry], base: Any, device: Any) -> list[Any] | Memories | None:
     """The base tensors of these entries, or the slices of base tensors that the caller holds; ``None`` if the base is files."""
     if is_path(base):
         if device is not None:
@@ -333,7 +359,7 @@ def _base_of_slices(entries: list[Entry], base: Any, device: Any) -> list[Any] |
         return None
     where = "cpu" if device is None else device
     if not is_slices(base):
-        return bases(entries, state_of(base), where)
+        return bases(pair.outline([entry.name for entry in entries]), state_of(base), where)
     slices = checked(base)
     by_base_name = {name: entry._replace(dtype=dtype, shape=shape) for entry in entries for name, dtype, shape in entry.bases}
     for entry in by_base_name.values():
@@ -391,6 +417,16 @@ def unusable(error: TpdeError) -> Poisoned:
     return Poisoned(f"the tensors are now neither unchanged nor the target: {error}", written=[], total=0)
 
 
+def _open_ahead(pair: Any, tensors: Mapping[str, Any], expect: Digest | None) -> Any:
+    """Lets a thread open the pair on the CUDA device of the first tensor. ``None`` if that is on the CPU."""
+    device = device_of([*islice(tensors.values(), 1)])
+    if device is None:
+        return None
+    from ._device import Opening
+
+    return Opening(pair, expect, device)
+
+
 def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
     """The opened pair on this device."""
     from ._device import DevicePair
@@ -405,11 +441,13 @@ def _on(device: Any, pair: Any, opened: _tpde.Pair) -> Any:
 def _overwrite(
     opened: _tpde.Pair,
     on_device: Any,
-    outputs: list[Memory],
+    outline: _tpde.Outline,
+    outputs: Memories,
     base: Any,
     where: Any,
     progress: Progress,
     *,
+    columns: _tpde.Columns | None,
     digests: bool,
     meanwhile: Callable[[], object],
 ) -> Any:
@@ -417,9 +455,7 @@ def _overwrite(
     ``meanwhile``."""
     base_memories = None
     if not is_path(base):
-        names = {output[0] for output in outputs}
-        entries = [entry for entry in map(Entry._make, opened.tensors()) if entry.name in names]
-        base_memories = bases(entries, state_of(base), where)
+        base_memories = bases(outline, state_of(base), where, columns)
     elif on_device is not None:
         raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
     try:

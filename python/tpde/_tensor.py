@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Union
 
+from . import _tpde
 from ._dtypes import VIEWS, byte_shape, is_packed, size
 from ._errors import NotContiguous, OutOfMemory
 
 #: Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place.
 Memory = tuple[str, str, list[int], int, int, Any]
+#: Memory of whole tensors.
+Memories = Union[list[Memory], _tpde.PlainTensors]
 #: Memory that holds a rectangle of a tensor: the tensor with the address and the size of the rows, first index and number of indexes
 #: in each dim, and the distance between rows in bytes, ``None`` if rows are contiguous.
 SliceMemory = tuple[Memory, list[int], list[int], "int | None"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import _tpde
 from ._dtypes import BITS, TORCH, byte_shape, is_packed
 from ._errors import DeviceUnavailable, InvalidArgument, NotContiguous
 from ._tensor import Memory, as_expected, no_memory, pitch_and_size
@@ -106,50 +107,41 @@ def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-#: Bytes per element, for dtypes that are neither packed nor complex (which may be conjugated lazily).
-_SIZES = {name: own.itemsize for name, own in _DTYPES.items() if name != "F4" and not own.is_complex}
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
-_bytes = attrgetter("nbytes")
+#: Names of the dtypes that are neither packed nor complex. Complex tensors may be conjugated lazily.
+_PLAIN_NAMES = {own: name for own, name in _NAMES.items() if name != "F4" and not own.is_complex}
 _devices = attrgetter("device")
 _dtypes = attrgetter("dtype")
 _layouts = attrgetter("layout")
 _shapes = attrgetter("shape")
 
 
-def describe_many(
-    names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
-) -> list[Memory] | None:
-    """Describes tensors as :func:`describe` does, in a quarter of the time. ``None`` if a tensor is not a plain one of the expected
-    dtype and shape; the caller then uses :func:`describe` to find the reason."""
+def columns_of(names: list[str], tensors: list[Any], device: Any) -> _tpde.Columns | None:
+    """Properties of tensors on this device, for :meth:`_tpde.Outline.plain`. With these, tensors are described as by :func:`describe`, in
+    less time. ``None`` if a tensor is not a plain one. The caller then uses :func:`describe`, which finds the reason."""
     try:
-        return _described_together(names, tensors, expected, device)
+        return _columns_of(names, tensors, torch.device(device))
     except RuntimeError:  # within torch.vmap or for nested tensors, for example
         return None
 
 
-def _described_together(
-    names: list[str], tensors: list[torch.Tensor], expected: list[tuple[str, list[int]]], device: Any
-) -> list[Memory] | None:
+def _columns_of(names: list[str], tensors: list[Any], device: torch.device) -> _tpde.Columns | None:
     if not _PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_layouts, tensors)):
         return None
-    if not {torch.device(device)}.issuperset(map(_devices, tensors)) or torch.device(device).type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or not all(map(device.__eq__, map(_devices, tensors))):
         return None
-    is_plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
-    dtypes = list(map(_NAMES.get, map(_dtypes, tensors)))
-    if not is_plain or not _SIZES.keys() >= set(dtypes):
+    if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
         return None
-    if [(dtype, [*shape]) for dtype, shape in zip(dtypes, map(_shapes, tensors))] != expected:
-        return None
-    bytes = list(map(_bytes, tensors))
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    storage_bytes = list(map(torch.UntypedStorage.nbytes, storages))
-    offsets = list(map(torch.Tensor.storage_offset, tensors))
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
-    starts = [offset * _SIZES[dtype] for offset, (dtype, _) in zip(offsets, expected)]
-    if any(length and start + length > most for start, length, most in zip(starts, bytes, storage_bytes)):
-        return None
-    owners = zip(tensors, storages)
-    return [(name, *kind, *at, owner) for name, kind, at, owner in zip(names, expected, zip(addresses, bytes), owners)]
+    return (
+        names,
+        list(map(_PLAIN_NAMES.get, map(_dtypes, tensors))),
+        list(map(_shapes, tensors)),
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.storage_offset, tensors)),
+        list(map(torch.UntypedStorage.nbytes, storages)),
+        (tensors, storages),  # a storage is kept too, because `tensor.data = other` would free it
+    )
 
 
 def storages_of(values: list[Any]) -> list[int | None]:
@@ -206,7 +198,6 @@ class StateSnapshot:
                 list(map(torch.Tensor.is_contiguous, tensors)),
                 list(map(torch.Tensor.is_neg, tensors)),
                 list(map(torch.Tensor.is_conj, tensors)) if has_complex else [],
-                list(map(torch.Tensor.is_inference, tensors)),
                 dtypes,
                 list(map(_shapes, tensors)),
             )

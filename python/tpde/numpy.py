@@ -86,7 +86,7 @@ def apply_(
         expect=expect,
         progress=progress,
         to_inform=lambda *_: [],
-        on_written=lambda _: None,
+        inform=lambda _: lambda: None,
     )
 
 

@@ -15,7 +15,8 @@ you do not trust the author of a pair, call :func:`tpde.verify` with ``base`` be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import torch
@@ -218,7 +219,7 @@ def apply_(
         expect=expect,
         progress=progress,
         to_inform=_names_in_written_storages,
-        on_written=_raise_versions,
+        inform=_version_raiser,
         scratch=scratch,
     )
 
@@ -283,20 +284,23 @@ def apply_slices_(
 
 def _raise_versions_of_slices(tensors: list[Any]) -> None:
     """Increments the version counters of views, which are those of their parameters."""
-    _raise_versions([tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()])
+    _version_raiser([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])()
 
 
 def _names_in_written_storages(tensors: Mapping[str, Any], written: list[str]) -> list[str]:
     """Names of all tensors in the storages of those that are written."""
     storages = dict(zip(tensors, storages_of(list(tensors.values()))))
     changed = {storages[name] for name in written} - {None}
+    return [name for name, storage in storages.items() if storage in changed]
+
+
+def _version_raiser(tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """A function that increments the autograd version counter of each tensor once."""
     # Tensors made in inference mode have no version counters.
-    return [name for name, storage in storages.items() if storage in changed and not tensors[name].is_inference()]
+    return partial(_raise_versions, [one for one in {id(one): one for one in tensors}.values() if not one.is_inference()])
 
 
-def _raise_versions(tensors: list[Any]) -> None:
-    """Increments the autograd version counter of each tensor once."""
-    tensors = list({id(tensor): tensor for tensor in tensors}.values())
+def _raise_versions(tensors: list[torch.Tensor]) -> None:
     try:
         torch.autograd.graph.increment_version(tensors)
     except (AttributeError, TypeError, RuntimeError):  # PyTorch before 2.6 takes a single tensor
@@ -389,7 +393,7 @@ def _sparse(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
         return None
     if reader.on_device is not None:
         return _sparse_on_device(reader, entry)
-    positions, raw, size = reader.pair.changes(entry.name, reader.base_of([entry]))
+    positions, raw, size = reader.pair.changes(entry.name, reader.base_of(reader.pair.outline([entry.name])))
     values = values_of(raw, entry.dtype)
     if values.to(torch.float64).isnan().any():
         return None

@@ -1,0 +1,57 @@
+//! Results of work on threads of the pool, for which the interpreter waits later.
+
+use crate::run::spawn;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// The result of work that a thread of the pool does.
+pub struct Later<T> {
+    /// Set when the work has ended; `None` in it after a panic.
+    outcome: Mutex<Option<Option<T>>>,
+    has_ended: Condvar,
+}
+
+impl<T: Send + 'static> Later<T> {
+    /// Starts work. `None` if no thread can start.
+    pub fn start(work: impl FnOnce() -> T + Send + 'static) -> Option<Arc<Self>> {
+        let this = Arc::new(Self { outcome: Mutex::new(None), has_ended: Condvar::new() });
+        // Ends the work also if it panics.
+        let end = End(this.clone());
+        spawn(move || end.with(Some(work()))).ok()?;
+        Some(this)
+    }
+
+    /// Waits until the work has ended, and takes its result. `None` if it panicked, or if the result was taken before. Must not be
+    /// called on a thread of the pool.
+    pub fn take(&self) -> Option<T> {
+        self.ended().as_mut().and_then(Option::take)
+    }
+
+    /// As [`Later::take`], but leaves the result.
+    pub fn get(&self) -> Option<T>
+    where
+        T: Clone,
+    {
+        self.ended().clone().flatten()
+    }
+
+    fn ended(&self) -> MutexGuard<'_, Option<Option<T>>> {
+        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        self.has_ended.wait_while(outcome, |outcome| outcome.is_none()).unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Ends work, without a result unless it has ended before.
+struct End<T>(Arc<Later<T>>);
+
+impl<T> End<T> {
+    fn with(&self, result: Option<T>) {
+        self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(result);
+        self.0.has_ended.notify_all();
+    }
+}
+
+impl<T> Drop for End<T> {
+    fn drop(&mut self) {
+        self.with(None);
+    }
+}
