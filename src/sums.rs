@@ -68,6 +68,15 @@ impl ChunkSum {
         self.row += size.div_ceil(Self::BLOCK);
     }
 
+    /// Adds the next rows, whose [`inner_sum`]s are known.
+    pub fn add_inner_sums(&mut self, inner_sums: &[u64]) {
+        self.add_rows(
+            inner_sums.iter(),
+            #[inline(always)]
+            |sum| *sum,
+        );
+    }
+
     /// Copies the next block from `lanes` to `out`, of equal length, and adds it.
     pub fn copy(&mut self, lanes: &[u8], out: &mut [u8]) {
         self.add_rows(
@@ -104,7 +113,7 @@ fn term(word: u32, weight: u32) -> u64 {
 
 /// Returns `Σ Q[c]·w_c` of a row.
 #[inline(always)]
-fn inner_sum(row: &[u8]) -> u64 {
+pub(crate) fn inner_sum(row: &[u8]) -> u64 {
     let (words, tail) = words_of(row);
     let sum = words.iter().zip(&Q).fold(0u64, |sum, (word, q)| sum.wrapping_add(term(word.get(), *q)));
     sum.wrapping_add(tail_sum(tail, words.len()))

@@ -92,6 +92,12 @@ impl<'a> CopiedBase<'a> {
         self.copied += out.len();
     }
 
+    /// Counts the next rows as copied by the caller. `inner_sums` is as in [`ChunkSum::add_inner_sums`].
+    pub fn add_copied(&mut self, inner_sums: &[u64]) {
+        self.copied += inner_sums.len() * ChunkSum::BLOCK;
+        self.sum.add_inner_sums(inner_sums);
+    }
+
     /// Copies lanes to their places in `out`, which has the size of the chunk, at least up to byte `end`.
     pub fn copy_to_end_of_block(&mut self, out: &mut [u8], end: usize) {
         let end = end.next_multiple_of(8 * ChunkSum::BLOCK).min(out.len());

@@ -1,7 +1,7 @@
 //! Finds coded lanes and their classes (`spec/codecs.md` section 4.4).
 
 use super::context::{BLOCK, HALF, Maps, indexes, tile_blocks};
-use crate::codec::simd::{self, Platform, Tiles};
+use crate::codec::simd::{self, Platform, Prefetch, Tiles};
 use crate::lane::{Dtype, Lane};
 
 /// Number of blocks whose contexts are computed together. A multiple of the blocks per tile.
@@ -33,7 +33,7 @@ pub(super) struct CodedLanes {
 
 impl CodedLanes {
     /// Finds the coded lanes among the base lanes of whole tiles. `activities` has one entry per block. `first` is the position
-    /// of the first lane in its chunk, or `None` if positions are not needed.
+    /// of the first lane in its chunk, or `None` if positions are not needed. Lines of `prefetch` may be requested meanwhile.
     pub fn find<L: Lane>(
         &mut self,
         platform: Platform,
@@ -41,6 +41,7 @@ impl CodedLanes {
         activities: &[u8],
         lanes: &[u8],
         first: Option<usize>,
+        mut prefetch: Option<Prefetch<'_>>,
     ) {
         let Classifier { dtype, maps, states } = classifier;
         self.masks.resize(2 * activities.len(), 0);
@@ -66,7 +67,8 @@ impl CodedLanes {
             if dtype == Dtype::Bf16 && lanes.len() == activities.len() * BLOCK * L::BYTES {
                 // One pass over the lanes instead of two.
                 let (lanes, lowest) = (lanes.as_chunks().0, maps.first.min(255) as u8);
-                let added = platform.compact_bf16(lanes, lowest, activities, &maps.classes, tiles, first, &mut out);
+                let prefetch = prefetch.as_mut().map(Prefetch::reborrow);
+                let added = platform.compact_bf16(lanes, lowest, activities, &maps.classes, tiles, first, prefetch, &mut out);
                 if let Some(added) = added {
                     self.count += added;
                     continue;
@@ -131,7 +133,14 @@ mod tests {
             let activities = vec![0; lanes.len().div_ceil(BLOCK)];
             let find = |states| {
                 let mut coded = CodedLanes::default();
-                coded.find::<u8>(Platform::best(), Classifier { dtype: Dtype::U8, maps: &maps, states }, &activities, &lanes, None);
+                coded.find::<u8>(
+                    Platform::best(),
+                    Classifier { dtype: Dtype::U8, maps: &maps, states },
+                    &activities,
+                    &lanes,
+                    None,
+                    None,
+                );
                 coded
             };
             for states in [1, 2, 16, STEP / 2, STEP] {

@@ -6,7 +6,7 @@ use super::payload::{Payload, segment};
 use super::stream::{CodedSteps, Stream};
 use super::tables::{Lookup, TableSet};
 use super::window::Window;
-use crate::codec::simd::{GROUP, Platform, StreamFence, Tiles};
+use crate::codec::simd::{GROUP, Platform, PrefetchedLines, Tiles};
 use crate::codec::{CopiedBase, Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
@@ -17,9 +17,9 @@ use std::ops::Range;
 /// Tiles per batch, so that a batch fits in the L2 cache. Small in tests, so that short chunks span several batches.
 const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
 
-/// Tiles per batch if one segment is decoded at a time and lanes are buffered, so that a batch and its base lanes fit in the L1
-/// cache.
-const BUFFERED_BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 8 };
+/// Tiles per batch if one segment is decoded at a time and base lanes are copied by pieces. Batches then end where pieces end. The
+/// size of a piece is a multiple of the size of a batch.
+const PIECE_BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 8 };
 
 /// Two segments of at most this many bytes are decoded together: lanes and lists of both stay in the L2 cache.
 const PAIRED_BYTES: usize = 256 << 10;
@@ -42,8 +42,6 @@ pub(crate) struct Decoder {
     activities: Vec<u8>,
     /// Buffers of the streams that are decoded together.
     batches: [Batch; 2],
-    /// Buffer of lanes that are copied from the base.
-    copied: Vec<u8>,
 }
 
 /// Buffers for the coded lanes of a batch.
@@ -79,13 +77,13 @@ impl Default for Decoder {
 impl Decoder {
     /// Creates a decoder for this platform.
     pub fn with_platform(platform: Platform) -> Self {
-        let (lookup, activities, batches, copied) = Default::default();
-        Self { platform, lookup, activities, batches, copied }
+        let (lookup, activities, batches) = Default::default();
+        Self { platform, lookup, activities, batches }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
     pub fn decode<L: Lane>(&mut self, chunk: ConditionedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
-        self.decode_window::<L>(chunk, Window::InPlace { lanes, fill })
+        self.decode_window::<L>(chunk, Window::Filled { lanes, fill })
     }
 
     /// See [`crate::codec::ChunkDecoder::decode_copied`].
@@ -95,17 +93,14 @@ impl Decoder {
         lanes: &mut [u8],
         base: &mut CopiedBase<'_>,
     ) -> Result<u64> {
-        if !self.platform.has_streaming_stores() {
+        if !self.platform.has_prefetch() {
             return self.decode::<L>(chunk, lanes, &mut |lanes, end| {
                 base.copy_to_end_of_block(lanes, end);
                 Ok(())
             });
         }
-        let mut buffer = std::mem::take(&mut self.copied);
-        let window = Window::Buffered { lanes, base, platform: self.platform, fence: StreamFence, buffer: &mut buffer, start: 0 };
-        let sum = self.decode_window::<L>(chunk, window);
-        self.copied = buffer;
-        sum
+        let requested = PrefetchedLines::default();
+        self.decode_window::<L>(chunk, Window::ByPiece { lanes, base, platform: self.platform, requested })
     }
 
     fn decode_window<L: Lane>(&mut self, chunk: ConditionedChunk<'_>, mut window: Window<'_, '_>) -> Result<u64> {
@@ -131,7 +126,8 @@ impl Decoder {
             Ok(Segment { tiles: segment(s, payload.segments, blocks.div_ceil(tile)), stream, batch: 0..0 })
         };
         let are_paired = !is_sparse && window.size() <= PAIRED_BYTES * payload.segments;
-        let batch_tiles = if matches!(window, Window::Buffered { .. }) && !are_paired { BUFFERED_BATCH } else { BATCH };
+        let by_piece = matches!(window, Window::ByPiece { .. }) && !are_paired;
+        let batch_tiles = if by_piece { PIECE_BATCH } else { BATCH };
         let mut segments = payload.streams().enumerate().map(begin).peekable();
         while let Some(first) = segments.next() {
             let mut segments_now = vec![first?];
@@ -139,7 +135,8 @@ impl Decoder {
             segments_now.extend(segments.next_if(|next| are_paired && next.is_ok()).transpose()?);
             while segments_now.iter().any(|segment| !segment.tiles.is_empty()) {
                 for (segment, Batch { coded, .. }) in segments_now.iter_mut().zip(&mut self.batches) {
-                    let tiles = segment.tiles.start..segment.tiles.end.min(segment.tiles.start + batch_tiles);
+                    let Range { start, end } = segment.tiles;
+                    let tiles = start..end.min(start + batch_tiles - if by_piece { start % batch_tiles } else { 0 });
                     segment.tiles.start = tiles.end;
                     let batch = blocks.min(tiles.start * tile)..blocks.min(tiles.end * tile);
                     segment.batch = count.min(batch.start * BLOCK)..count.min(batch.end * BLOCK);
@@ -149,17 +146,17 @@ impl Decoder {
                     self.activities.clear();
                     self.activities.extend(batch.map(|block| payload.activity(block)));
                     let positions = is_sparse.then_some(start);
-                    let lanes = window.bytes(start * L::BYTES..end * L::BYTES);
-                    coded.find::<L>(platform, classifier, &self.activities, lanes, positions);
+                    let (lanes, prefetch) = window.bytes_and_prefetch(start * L::BYTES..end * L::BYTES);
+                    coded.find::<L>(platform, classifier, &self.activities, lanes, positions, prefetch);
                 }
+                let prefetch = window.bytes_and_prefetch(0..0).1;
                 match (&mut segments_now[..], &mut self.batches) {
                     ([one, two], [batch, other]) => {
                         let steps = [batch.steps::<L>(), other.steps::<L>()];
-                        Stream::decode_two::<L>([&mut one.stream, &mut two.stream], platform, lookup, steps)?;
+                        Stream::decode_two::<L>([&mut one.stream, &mut two.stream], platform, lookup, steps, prefetch)?;
                     }
-                    (one, [batch, _]) => {
-                        one.iter_mut().try_for_each(|one| one.stream.decode::<L>(platform, lookup, batch.steps::<L>()))?;
-                    }
+                    ([one], [batch, _]) => one.stream.decode::<L>(platform, lookup, batch.steps::<L>(), prefetch)?,
+                    _ => unreachable!("one or two segments are decoded at a time"),
                 }
                 for (segment, batch) in segments_now.iter().zip(&self.batches) {
                     let Range { start, end } = segment.batch;
@@ -226,14 +223,13 @@ struct Target {
 }
 
 impl Target {
-    /// Sums and releases the lanes up to byte `end`, which do not change again except by exceptions. A last incomplete row is left
-    /// for the next call.
+    /// Sums the lanes up to byte `end`, which do not change again except by exceptions. A last incomplete row is left for the next
+    /// call.
     fn finish(&mut self, window: &mut Window<'_, '_>, end: usize) {
         let end = if end == window.size() { end } else { end / ChunkSum::BLOCK * ChunkSum::BLOCK };
         if let Some(rows) = &mut self.rows {
             rows.add(window.bytes(self.finished..end));
         }
-        window.release(end);
         self.finished = end;
     }
 
@@ -333,10 +329,9 @@ impl<'a, L: Lane> Exceptions<'a, L> {
 
     /// Saves the base lanes of the exceptions at positions below `end`. Must be called before these lanes change.
     fn save_bases(&mut self, window: &mut Window<'_, '_>, end: usize) {
-        let first = window.start() / L::BYTES;
-        let lanes = lanes_of::<L>(window.bytes(first * L::BYTES..end.max(first) * L::BYTES));
+        let lanes = lanes_of::<L>(window.bytes(0..end * L::BYTES));
         let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
-        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position - first])));
+        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position])));
     }
 
     /// Returns position, delta and base lane of each exception.

@@ -129,7 +129,7 @@ impl Encoder {
         let choice = choose(&stats, model, split, decode_cost.lane, L::BYTES);
         let levels: Vec<u8> = stats.levels.iter().map(|&level| activity(level, choice.activity_bits)).collect();
         let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
-        self.coded.find::<L>(self.platform, classifier, &levels, base, None);
+        self.coded.find::<L>(self.platform, classifier, &levels, base, None, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
         Chosen { split, choice, levels, coded }
     }

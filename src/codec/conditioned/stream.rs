@@ -1,7 +1,7 @@
 //! Decoding and encoding of streams (`spec/codecs.md` section 4.5).
 
 use super::tables::{Lookup, SCALE, SCALE_LOG2, base_value, extra_bits, token_of, tokens_within};
-use crate::codec::simd::{Broken, DecodeTable, EncodeTable, GROUP, Platform, ReverseWriter, STEP, StreamSteps, Words};
+use crate::codec::simd::{Broken, DecodeTable, EncodeTable, GROUP, Platform, Prefetch, ReverseWriter, STEP, StreamSteps, Words};
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
 
@@ -49,13 +49,19 @@ impl<'a> Stream<'a> {
         Ok(Self { words: Words { words: words.as_chunks().0, read: 0 }, states, count, tokens: tokens_within(bits) })
     }
 
-    /// Decodes the next steps. If `lookup` has K classes, no class exceeds K.
-    pub fn decode<L: Lane>(&mut self, platform: Platform, lookup: &Lookup, steps: CodedSteps<'_, L::Le>) -> Result<()> {
+    /// Decodes the next steps. If `lookup` has K classes, no class exceeds K. Lines of `prefetch` may be requested meanwhile.
+    pub fn decode<L: Lane>(
+        &mut self,
+        platform: Platform,
+        lookup: &Lookup,
+        steps: CodedSteps<'_, L::Le>,
+        prefetch: Option<Prefetch<'_>>,
+    ) -> Result<()> {
         let (count, tokens) = (self.count, self.tokens);
         // Without tables, the look-up table is empty and no lane is coded.
         if self.has_vector_code::<L>(platform) && !steps.classes.is_empty() {
             let table = DecodeTable { entries: &lookup.entries, tokens };
-            return platform.decode_steps::<L, 1>(count, table, [self.steps(steps)]).map_err(to_error);
+            return platform.decode_steps::<L, 1>(count, table, [self.steps(steps)], prefetch).map_err(to_error);
         }
         let CodedSteps { classes, values, changed } = steps;
         for (classes, values) in classes.chunks(count).zip(values.chunks_mut(count)) {
@@ -74,19 +80,20 @@ impl<'a> Stream<'a> {
         platform: Platform,
         lookup: &Lookup,
         [mut steps, mut other_steps]: [CodedSteps<'_, L::Le>; 2],
+        prefetch: Option<Prefetch<'_>>,
     ) -> Result<()> {
         let common = steps.classes.len().min(other_steps.classes.len());
         if !first.has_vector_code::<L>(platform) || common == 0 {
-            first.decode::<L>(platform, lookup, steps)?;
-            return second.decode::<L>(platform, lookup, other_steps);
+            first.decode::<L>(platform, lookup, steps, None)?;
+            return second.decode::<L>(platform, lookup, other_steps, None);
         }
         let (steps, rest) = steps.split(common);
         let (other_steps, other_rest) = other_steps.split(common);
         let (count, table) = (first.count, DecodeTable { entries: &lookup.entries, tokens: first.tokens });
         let streams = [first.steps(steps), second.steps(other_steps)];
-        platform.decode_steps::<L, 2>(count, table, streams).map_err(to_error)?;
-        first.decode::<L>(platform, lookup, rest)?;
-        second.decode::<L>(platform, lookup, other_rest)
+        platform.decode_steps::<L, 2>(count, table, streams, prefetch).map_err(to_error)?;
+        first.decode::<L>(platform, lookup, rest, None)?;
+        second.decode::<L>(platform, lookup, other_rest, None)
     }
 
     fn has_vector_code<L: Lane>(&self, platform: Platform) -> bool {

@@ -1,9 +1,11 @@
 //! Inner loops with AVX-512, VBMI and VBMI2.
 
 use super::types::{
-    Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, ReverseWriter, STEP, StreamSteps, Tiles,
+    Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, LINE, PIECE, PIECE_ROWS, Prefetch,
+    PrefetchedLines, ReverseWriter, STEP, StreamSteps, Tiles,
 };
 use crate::lane::Lane;
+use crate::sums::{ChunkSum, Q};
 use std::arch::x86_64::*;
 use zerocopy::IntoBytes;
 
@@ -17,11 +19,12 @@ pub(super) fn compact(
     first: u32,
     out: &mut CompactedLanes<'_>,
 ) -> usize {
-    compact_halves(indexes, |half| load(half), activities, maps, tiles, first, out)
+    compact_halves(indexes, |half| load(half), None, activities, maps, tiles, first, out)
 }
 
 /// See [`super::Platform::compact_bf16`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+#[expect(clippy::too_many_arguments, reason = "those of `compact`, and the prefetch")]
 pub(super) fn compact_bf16(
     lanes: &[[u8; 2 * HALF]],
     lowest: u8,
@@ -29,6 +32,7 @@ pub(super) fn compact_bf16(
     maps: &[[u8; HALF]; 4],
     tiles: Tiles,
     first: u32,
+    prefetch: Option<Prefetch<'_>>,
     out: &mut CompactedLanes<'_>,
 ) -> usize {
     let mut odd = [0u8; HALF];
@@ -39,14 +43,16 @@ pub(super) fn compact_bf16(
         let [low, high] = [0, 1].map(|i| _mm512_slli_epi16::<1>(load(&half.as_chunks().0[i])));
         _mm512_subs_epu8(_mm512_permutex2var_epi8(low, odd, high), lowest)
     };
-    compact_halves(lanes, index_of, activities, maps, tiles, first, out)
+    compact_halves(lanes, index_of, prefetch, activities, maps, tiles, first, out)
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+#[expect(clippy::too_many_arguments, reason = "those of `compact`, and the prefetch")]
 fn compact_halves<T>(
     halves: &[T],
     index_of: impl Fn(&T) -> __m512i,
+    mut prefetch: Option<Prefetch<'_>>,
     activities: &[u8],
     maps: &[[u8; HALF]; 4],
     tiles: Tiles,
@@ -64,6 +70,9 @@ fn compact_halves<T>(
             (start, left) = (count, tiles.halves);
         }
         left -= 1;
+        if let Some(prefetch) = &mut prefetch {
+            request_lines(prefetch);
+        }
         let index = index_of(half);
         let within = _mm512_cmplt_epu8_mask(index, _mm512_set1_epi8(64));
         let class = _mm512_permutexvar_epi8(index, maps[usize::from(activities[h / 2] & 3)]);
@@ -118,22 +127,42 @@ pub(super) fn differ(width: usize, base: &[u8], target: &[u8], masks: &mut [u64]
     }
 }
 
-/// See [`super::Platform::stream`].
+/// See [`super::Platform::copy_piece`].
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) fn stream(from: &[u8], to: &mut [u8], next: &[u8]) {
-    let head = to.as_ptr().align_offset(64).min(to.len());
-    let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
-    let ((from, from_tail), (to, to_tail)) = (from.as_chunks(), to.as_chunks_mut::<64>());
-    to_head.copy_from_slice(from_head);
-    to_tail.copy_from_slice(from_tail);
-    let mut next = next.chunks(64);
-    for (from, to) in from.iter().zip(to) {
-        if let Some(line) = next.next() {
-            _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+pub(super) fn copy_piece(from: &[u8; PIECE], to: &mut [u8; PIECE]) -> [u64; PIECE_ROWS] {
+    const ROW_LINES: usize = ChunkSum::BLOCK / LINE;
+    let (from, to) = (from.as_chunks::<LINE>().0, to.as_chunks_mut::<LINE>().0);
+    let zero = _mm512_setzero_si512();
+    let mut sums = [[zero; 2]; PIECE_ROWS];
+    for (column, weights) in Q.as_chunks().0.iter().enumerate() {
+        let even = load_words(weights);
+        let odd = _mm512_srli_epi64::<32>(even);
+        // Lines of all rows alternate, so that several pages are accessed at the same time.
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let words = load(&from[r * ROW_LINES + column]);
+            // SAFETY: the reference is to 64 bytes; unaligned access is allowed.
+            unsafe { _mm512_storeu_epi8(to[r * ROW_LINES + column].as_mut_ptr().cast(), words) };
+            sums[0] = _mm512_add_epi64(sums[0], _mm512_mul_epu32(words, even));
+            sums[1] = _mm512_add_epi64(sums[1], _mm512_mul_epu32(_mm512_srli_epi64::<32>(words), odd));
         }
-        // SAFETY: `to` has 64 bytes. Its address is a multiple of 64, because `head` bytes before the first line were split off,
-        // and `to` is empty if no multiple of 64 was within bounds.
-        unsafe { _mm512_stream_si512(to.as_mut_ptr().cast(), load(from)) };
+    }
+    sums.map(|[even, odd]| _mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)) as u64)
+}
+
+/// Requests the next two lines of base lanes, and of the memory that they are copied to.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn request_lines(prefetch: &mut Prefetch<'_>) {
+    let Prefetch { from, to, requested } = prefetch;
+    for _ in 0..2 {
+        let offset = PrefetchedLines::offset(requested.0);
+        let (Some(from), Some(to)) = (from.get(offset), to.get(offset)) else { return };
+        _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(from).cast());
+        // SAFETY: a prefetch changes nothing but caches. Every processor with AVX-512 has this instruction.
+        unsafe {
+            std::arch::asm!("prefetchw [{}]", in(reg) std::ptr::from_ref(to), options(nostack, preserves_flags, readonly));
+        }
+        requested.0 += 1;
     }
 }
 
@@ -293,6 +322,7 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
     entries: &[Entry],
     tokens: u32,
     mut streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
+    mut prefetch: Option<Prefetch<'_>>,
 ) -> Result<(), Broken> {
     let zero = _mm512_setzero_si512();
     let (mut x, mut read) = ([[zero; H]; STREAMS], [0; STREAMS]);
@@ -312,6 +342,9 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
     let last_token = _mm512_set1_epi32(tokens as i32 - 1);
     let low = _mm512_set1_epi32(0xFFF);
     for i in 0..steps[0].1.len() {
+        if let Some(prefetch) = &mut prefetch {
+            request_lines(prefetch);
+        }
         for ((x, read), (words, classes, values, changed)) in x.iter_mut().zip(&mut read).zip(&mut steps) {
             // The lists of all streams have the same length.
             let (Some(classes), Some(values), Some(changed)) = (classes.get(i), values.get_mut(i), changed.get_mut(i)) else {

@@ -2,8 +2,8 @@
 
 use super::scalar;
 use super::types::{
-    Broken, CLASS_BITS, CompactedLanes, CountTiles, DecodeTable, EncodeTable, GROUP, HALF, ROWS, ReverseWriter, SLOTS_LOG2, STEP,
-    StreamSteps, TILE_TOKENS, TOKENS_32, Tiles,
+    Broken, CLASS_BITS, CompactedLanes, CountTiles, DecodeTable, EncodeTable, GROUP, HALF, PIECE, PIECE_ROWS, Prefetch, ROWS,
+    ReverseWriter, SLOTS_LOG2, STEP, StreamSteps, TILE_TOKENS, TOKENS_32, Tiles,
 };
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
@@ -41,19 +41,6 @@ enum Isa {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Avx512,
-}
-
-/// Makes the stores of [`Platform::stream`] visible before later stores, as all other stores of a thread are, when dropped.
-pub(crate) struct StreamFence;
-
-impl Drop for StreamFence {
-    fn drop(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: every x86-64 processor has SSE.
-        unsafe {
-            std::arch::x86_64::_mm_sfence()
-        };
-    }
 }
 
 impl Platform {
@@ -114,8 +101,8 @@ impl Platform {
         }
     }
 
-    /// [`compact`](Self::compact) of BF16 lanes, whose indexes are max(e, `lowest`) − `lowest` for exponent e. Returns `None` if
-    /// this platform has no code for it.
+    /// [`compact`](Self::compact) of BF16 lanes, whose indexes are max(e, `lowest`) − `lowest` for exponent e. Requests lines of
+    /// `prefetch` meanwhile. Returns `None` if this platform has no code for it.
     ///
     /// # Panics
     /// As [`compact`](Self::compact).
@@ -129,13 +116,14 @@ impl Platform {
         maps: &[[u8; HALF]; 4],
         tiles: Tiles,
         first: u32,
+        prefetch: Option<Prefetch<'_>>,
         out: &mut CompactedLanes<'_>,
     ) -> Option<usize> {
         assert_compact_fits(lanes.len(), activities, tiles, out);
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            Isa::Avx512 => Some(unsafe { avx512::compact_bf16(lanes, lowest, activities, maps, tiles, first, out) }),
+            Isa::Avx512 => Some(unsafe { avx512::compact_bf16(lanes, lowest, activities, maps, tiles, first, prefetch, out) }),
             _ => None,
         }
     }
@@ -163,27 +151,21 @@ impl Platform {
         scalar::differ(width, base_rest, target_rest, last);
     }
 
-    /// Returns whether [`Platform::stream`] bypasses the cache.
-    pub fn has_streaming_stores(self) -> bool {
+    /// Returns whether the loops of this platform prefetch, so that copying base lanes piece by piece is the fastest way.
+    pub fn has_prefetch(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self.0 == Isa::Avx512;
         #[cfg(not(target_arch = "x86_64"))]
         false
     }
 
-    /// Copies `from` to `to` with stores that bypass the cache, if this platform has them. Meanwhile as many bytes from the start
-    /// of `next` are brought into the cache. The borrowed fence must be dropped before another thread reads `to`.
-    ///
-    /// # Panics
-    /// If the lengths of `from` and `to` differ.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only vector code uses them"))]
-    pub fn stream(self, from: &[u8], to: &mut [u8], next: &[u8], _: &StreamFence) {
-        assert!(from.len() == to.len());
+    /// Copies a piece of base lanes. Returns the inner sum of each row, see [`inner_sum`](crate::sums::inner_sum).
+    pub fn copy_piece(self, from: &[u8; PIECE], to: &mut [u8; PIECE]) -> [u64; PIECE_ROWS] {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            Isa::Avx512 => unsafe { avx512::stream(from, to, next) },
-            _ => to.copy_from_slice(from),
+            Isa::Avx512 => unsafe { avx512::copy_piece(from, to) },
+            _ => scalar::copy_piece(from, to),
         }
     }
 
@@ -251,7 +233,7 @@ impl Platform {
     /// same number of steps.
     ///
     /// A step depends on the step before it. With two streams, vector code alternates between their steps, and the processor
-    /// decodes a step of one stream while it waits for the other.
+    /// decodes a step of one stream while it waits for the other. AVX-512 code also requests lines of `prefetch` meanwhile.
     ///
     /// `table` has all slots of classes 0 to 15, and allows at most the tokens of lanes of type `L`. The scalar platform does not
     /// implement this function.
@@ -267,6 +249,7 @@ impl Platform {
         count: usize,
         table: DecodeTable<'_>,
         streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
+        prefetch: Option<Prefetch<'_>>,
     ) -> Result<(), Broken> {
         let DecodeTable { entries, tokens } = table;
         assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP) && L::BYTES <= 4);
@@ -285,10 +268,10 @@ impl Platform {
             (Isa::Avx2, _) => unsafe { avx2::decode_steps::<L, 2, STREAMS>(entries, tokens, streams) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Isa::Avx512, GROUP) => unsafe { avx512::decode_steps::<L, 1, STREAMS>(entries, tokens, streams) },
+            (Isa::Avx512, GROUP) => unsafe { avx512::decode_steps::<L, 1, STREAMS>(entries, tokens, streams, prefetch) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `compact`.
-            (Isa::Avx512, _) => unsafe { avx512::decode_steps::<L, 2, STREAMS>(entries, tokens, streams) },
+            (Isa::Avx512, _) => unsafe { avx512::decode_steps::<L, 2, STREAMS>(entries, tokens, streams, prefetch) },
         }
     }
 }
@@ -306,6 +289,7 @@ fn assert_compact_fits(halves: usize, activities: &[u8], tiles: Tiles, out: &Com
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sums::{ChunkSum, chunk_sum};
     use proptest::prelude::*;
 
     #[cfg(target_arch = "x86_64")]
@@ -344,7 +328,7 @@ mod tests {
             let expected =
                 compact(&|out| Some(Platform::SCALAR.compact(indexes.as_chunks().0, &[0], &maps, tiles, 1000, out)));
             for platform in Platform::available() {
-                let found = compact(&|out| platform.compact_bf16(bytes.as_chunks().0, lowest, &[0], &maps, tiles, 1000, out));
+                let found = compact(&|out| platform.compact_bf16(bytes.as_chunks().0, lowest, &[0], &maps, tiles, 1000, None, out));
                 prop_assert!(found.is_none() || found == expected, "{:?}", platform);
             }
         }
@@ -372,12 +356,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn streaming_copies_to_any_address(bytes in proptest::collection::vec(any::<u8>(), 0..500), start in 0usize..64) {
+        fn pieces_are_copied_and_summed_on_every_platform(bytes in proptest::collection::vec(any::<u8>(), PIECE)) {
+            let from: &[u8; PIECE] = bytes.first_chunk().unwrap();
             for platform in Platform::available() {
-                let mut out = vec![0xA5; start + bytes.len() + 1];
-                platform.stream(&bytes, &mut out[start..start + bytes.len()], &bytes, &StreamFence);
-                prop_assert_eq!(&out[start..start + bytes.len()], &bytes);
-                prop_assert!(out[..start].iter().chain(out.last()).all(|&byte| byte == 0xA5));
+                let mut to = [0; PIECE];
+                let mut sum = ChunkSum::default();
+                sum.add_inner_sums(&platform.copy_piece(from, &mut to));
+                prop_assert_eq!(sum.value, chunk_sum(from));
+                prop_assert!(to == *from);
             }
         }
 

@@ -2,7 +2,10 @@
 
 #![forbid(unsafe_code)]
 
-use super::types::{CLASS_BITS, CompactedLanes, CountTile, CountTiles, DIGIT_BITS, HALF, ROWS, TILE_TOKENS, Tiles};
+use super::types::{
+    CLASS_BITS, CompactedLanes, CountTile, CountTiles, DIGIT_BITS, HALF, PIECE, PIECE_ROWS, ROWS, TILE_TOKENS, Tiles,
+};
+use crate::sums::{ChunkSum, inner_sum};
 
 /// See [`super::Platform::compact`].
 pub(super) fn compact(
@@ -33,6 +36,14 @@ pub(super) fn compact(
         out.masks[h] = mask;
     }
     out.end_tile(tiles, start, count)
+}
+
+/// See [`super::Platform::copy_piece`].
+pub(super) fn copy_piece(from: &[u8; PIECE], to: &mut [u8; PIECE]) -> [u64; PIECE_ROWS] {
+    *to = *from;
+    let mut sums = [0; PIECE_ROWS];
+    sums.iter_mut().zip(from.chunks(ChunkSum::BLOCK)).for_each(|(sum, row)| *sum = inner_sum(row));
+    sums
 }
 
 /// See [`super::Platform::differ`].

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use crate::sums::ChunkSum;
+
 /// Maximum number of lanes per step, and of states per stream.
 pub(crate) const STEP: usize = 32;
 /// Lanes per mask of nonzero values. Vector code exists for steps of one or two groups.
@@ -61,6 +63,48 @@ impl CompactedLanes<'_> {
             *padding = [0; STEP];
         }
         start + tiles.padded_len(count - start)
+    }
+}
+
+/// Rows of a chunk sum per piece. Small in tests, so that short chunks span several pieces.
+pub(crate) const PIECE_ROWS: usize = if cfg!(any(test, fuzzing)) { 1 } else { 4 };
+/// Bytes per piece: the number of base lanes that a decoder copies at a time. A piece, its base lanes and the lists of its coded
+/// lanes fit in the L1 cache.
+pub(crate) const PIECE: usize = PIECE_ROWS * ChunkSum::BLOCK;
+/// Bytes per cache line.
+pub(super) const LINE: usize = 64;
+
+/// Memory that is used next. Loops that leave memory idle bring it into the cache, line by line. Lines of four rows alternate, so
+/// that several pages are accessed at the same time.
+#[derive(Debug)]
+pub(crate) struct Prefetch<'a> {
+    /// Base lanes that are not copied yet.
+    pub from: &'a [u8],
+    /// The memory that they are copied to.
+    pub to: &'a [u8],
+    pub requested: &'a mut PrefetchedLines,
+}
+
+impl Prefetch<'_> {
+    pub fn reborrow(&mut self) -> Prefetch<'_> {
+        Prefetch { from: self.from, to: self.to, requested: self.requested }
+    }
+}
+
+/// Number of lines that a [`Prefetch`] has requested of each range.
+#[derive(Debug, Default)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code reads it"))]
+pub(crate) struct PrefetchedLines(pub usize);
+
+impl PrefetchedLines {
+    /// Returns the offset of the line that is requested as number `i`.
+    #[inline(always)]
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code uses it"))]
+    pub fn offset(i: usize) -> usize {
+        const TOGETHER: usize = 4;
+        const GROUP_LINES: usize = TOGETHER * ChunkSum::BLOCK / LINE;
+        let (group, i) = (i / GROUP_LINES, i % GROUP_LINES);
+        (group * TOGETHER + i % TOGETHER) * ChunkSum::BLOCK + i / TOGETHER * LINE
     }
 }
 
@@ -279,6 +323,14 @@ impl CountTiles {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn each_line_is_requested_once() {
+        let mut offsets: Vec<usize> = (0..2 * 256).map(PrefetchedLines::offset).collect();
+        assert_eq!(offsets[..5], [0, 4096, 2 * 4096, 3 * 4096, LINE]);
+        offsets.sort_unstable();
+        assert!(offsets.into_iter().eq((0..2 * 256).map(|line| line * LINE)));
+    }
 
     proptest! {
         #[test]

@@ -80,12 +80,14 @@ proptest! {
                 count,
                 table,
                 [StreamSteps { words: &mut found_words, states: &mut found_states, classes: &coded, values: &mut values, changed: &mut changed }],
+                None,
             );
             let (mut a, mut b, mut alone) = (begin(), begin(), begin());
             let alone_result = platform.decode_steps::<u32, 1>(
                 count,
                 table,
                 [StreamSteps { words: &mut alone.1, states: &mut alone.0, classes: &other, values: &mut alone.2, changed: &mut alone.3 }],
+                None,
             );
             let both = platform.decode_steps::<u32, 2>(
                 count,
@@ -94,6 +96,7 @@ proptest! {
                     StreamSteps { words: &mut a.1, states: &mut a.0, classes: &coded, values: &mut a.2, changed: &mut a.3 },
                     StreamSteps { words: &mut b.1, states: &mut b.0, classes: &other, values: &mut b.2, changed: &mut b.3 },
                 ],
+                None,
             );
             prop_assert_eq!(both.is_ok(), result.is_ok() && alone_result.is_ok());
             if both.is_ok() {
