@@ -12,6 +12,10 @@ enum : u32 {
     STORE_AND_KEEP = 4, // all lanes of the output, in place; a slot keeps the base, to undo the stores
 };
 
+// Returns whether a pass stores whole tiles. Exceptions are then applied in the tiles. Otherwise all threads apply them after the
+// last tile, which is faster where each change is stored on its own.
+__device__ __forceinline__ bool stores_tiles(u32 store) { return store == STORE_ALL || store == STORE_AND_KEEP; }
+
 // A warp: appends the changes of its threads to the list of the chunk. Changes beyond the capacity of the list are
 // counted but not stored.
 template <int W>
@@ -49,22 +53,43 @@ __device__ __forceinline__ Marker open_marker(const Chunk& chunk, const Parts& p
     return {begin, exception_position(chunk, parts, begin), false};
 }
 
-// A warp: sets the bits in `marks` of the lanes that have exceptions. The tile has the lanes `first..end`.
+// A warp: finds the exceptions of a tile, which has the lanes `first..end`.
 __device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk, const Parts& parts, u32 first,
-                                               u32 end, u32* marks) {
-    u32 thread = threadIdx.x % WARP, count, marked = 0;
-    marks[thread] = 0;
+                                               u32 end, Tile& tile) {
+    u32 thread = threadIdx.x % WARP, count, begin = marker.exception;
+    tile.excepted[thread] = 0;
     __syncwarp();
     do {
-        u32 position = exception_position(chunk, parts, marker.exception + thread);
-        bool inside = position >= first && position < end;
-        if (inside) atomicOr(&marks[(position - first) / 32], 1u << (position - first) % 32);
-        marked |= __ballot_sync(ALL_LANES, inside);
+        u32 position = exception_position(chunk, parts, marker.exception + thread), at = position - first;
+        if (position >= first && position < end) atomicOr(&tile.excepted[at / 32], 1u << at % 32);
+        begin += __popc(__ballot_sync(ALL_LANES, position < first));
         count = __popc(__ballot_sync(ALL_LANES, position < end));
         marker.exception += count;
     } while (count == WARP);
+    // A damaged list that does not ascend can have more exceptions than the tile has lanes.
+    count = min(marker.exception - begin, end - first);
+    if (thread == 0) {
+        tile.exceptions = (u16)count;
+        tile.exceptions_begin = begin;
+    }
     __syncwarp();
-    return {marker.exception, exception_position(chunk, parts, marker.exception), marked != 0};
+    return {marker.exception, exception_position(chunk, parts, marker.exception), count != 0};
+}
+
+// A warp: applies the exceptions of a marked tile, whose first lane is `first`. If another change is to one of these lanes, or if
+// the list of exceptions is damaged, an error is reported elsewhere.
+template <int W> __device__ __noinline__ void except_tile(u32 first) {
+    typedef typename WideOf<W>::type T;
+    const Chunk& chunk = shared_memory().chunk;
+    const Parts& parts = shared_memory().parts;
+    Tile& tile = tile_of_warp();
+    u32 lanes = shared_address(tile.lanes), begin = tile.exceptions_begin, end = begin + tile.exceptions;
+    for (u32 i = begin + threadIdx.x % WARP; i < end; i += WARP) {
+        u32 at = exception_position(chunk, parts, i) - first;
+        if (at >= TileShape<W>::LANES) continue; // the list does not ascend
+        T base = shared_lane<W>(lanes + W * at), delta = exception_delta<W>(chunk, parts, i);
+        set_shared_lane<W>(lanes + W * at, apply_delta<W>(base, delta, (T)shared_memory().classes.order.magnitude));
+    }
 }
 
 // Returns whether a lane of a marked tile has an exception.

@@ -8,21 +8,21 @@ __device__ __forceinline__ bool is_plain(const Shared& shared) {
     return shared.classes.by_threshold && shared.parts.low_bits == 0;
 }
 
-template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store, Sums& sums) {
-    if (FORMS_BASE || store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store, sums);
-    else if (store == STORE_LIST) decode<W, TO_LIST, EXTRA>(store, sums);
-    else if (store == STORE_AND_KEEP) decode<W, KEEP_TILE, EXTRA>(store, sums);
-    else decode<W, TO_OUTPUT, EXTRA>(store, sums);
+template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store) {
+    if (FORMS_BASE || store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store);
+    else if (store == STORE_LIST) decode<W, TO_LIST, EXTRA>(store);
+    else if (store == STORE_AND_KEEP) decode<W, KEEP_TILE, EXTRA>(store);
+    else decode<W, TO_OUTPUT, EXTRA>(store);
 }
 
 template <int W> __device__ __forceinline__ u32 pass(u32 store) {
-    return run_pass<W>(store, [](u32 store, Sums& sums) {
+    return run_pass<W>(store, [](u32 store) {
         const Shared& shared = shared_memory();
-        if (W == 8 || !is_plain(shared)) decode<W, SLOWLY, READS_EXTRA>(store, sums);
+        if (W == 8 || !is_plain(shared)) decode<W, SLOWLY, READS_EXTRA>(store);
         // Chunks without extra bits are common only for lanes of 2 bytes. Other widths have no specialised code, to keep
         // the kernel small.
-        else if (W == 2 && !shared.extra) decode_plain<W, W == 2 ? NO_EXTRA : READS_EXTRA>(store, sums);
-        else decode_plain<W, READS_EXTRA>(store, sums);
+        else if (W == 2 && !shared.extra) decode_plain<W, W == 2 ? NO_EXTRA : READS_EXTRA>(store);
+        else decode_plain<W, READS_EXTRA>(store);
     });
 }
 

@@ -7,36 +7,40 @@
 #endif
 #include "conditioned/decoder.cuh"
 
-// All threads: applies the exceptions of the payload. In place, the output has what this pass has stored, so base lanes are
-// those in the slot. Otherwise no pass stores to the base before all checks of the chunk.
-template <int W> __device__ __noinline__ void except(u32 store, Sums& sums) {
-    Shared& shared = shared_memory();
+// All threads: checks the list of exceptions. Applies it if the pass does not store whole tiles. Such a pass leaves the base as it is
+// until all checks of the chunk have passed.
+template <int W> __device__ __noinline__ void except(u32 store) {
     typedef typename WideOf<W>::type T;
-    u32 count = uniform(shared.parts.exceptions), before = (1u << threadIdx.x % WARP) - 1;
+    Shared& shared = shared_memory();
+    const Chunk& chunk = shared.chunk;
+    const Parts& parts = shared.parts;
+    u32 thread = threadIdx.x % WARP, before = (1u << thread) - 1, count = uniform(parts.exceptions);
+    if (count == 0) return;
+    Sums sums = {};
     for (u32 first = uniform(threadIdx.x / WARP) * WARP; first < count; first += THREADS) {
-        u32 i = first + threadIdx.x % WARP, at = 0;
+        u32 i = first + thread, at = 0;
         bool valid = i < count;
         T target = 0;
         if (valid) {
-            at = exception_position(shared.chunk, shared.parts, i);
-            valid = at < shared.chunk.lanes && (i == 0 || at > exception_position(shared.chunk, shared.parts, i - 1));
+            at = exception_position(chunk, parts, i);
+            valid = at < chunk.lanes && (i == 0 || at > exception_position(chunk, parts, i - 1));
             if (!valid) sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         if (valid) {
-            T delta = (T)unaligned<W>(shared.chunk.payload, shared.parts.deltas_at + W * i),
-              base = store == STORE_AND_KEEP ? shared.kept_lane<W>(at) : load_lane<W>(shared.chunk, at);
-            target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
+            T delta = exception_delta<W>(chunk, parts, i);
             if (delta == 0) sums.errors |= error(TPDE_STATUS_PAYLOAD_DELTAS);
-            if (shared.parts.low_bits != 0 && low_bits_of<W>(shared.chunk, shared.parts, at) != 0 &&
-                class_of<W>(activity_of(shared.chunk, shared.parts, at), base).x == shared.classes.none.x) {
-                sums.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+            valid = !stores_tiles(store);
+            if (valid) {
+                T base = load_lane<W>(chunk, at);
+                target = apply_delta<W>(base, delta, (T)shared.classes.order.magnitude);
+                sums.changed++;
+                sums.target += lane_term<W>(at, base, target);
+                if (store == STORE_CHANGES) store_lane<W>(chunk, at, target);
             }
-            sums.changed++;
-            sums.target += lane_term<W>(at, base, target);
-            if (store != STORE_NONE && store != STORE_LIST) store_lane<W>(shared.chunk, at, target);
         }
-        list_changes<W>(shared, threadIdx.x % WARP, before, valid && store == STORE_LIST, at * W, target);
+        list_changes<W>(shared, thread, before, valid && store == STORE_LIST, at * W, target);
     }
+    add_to(shared.totals, sums.base, sums.target, sums.changed, sums.errors);
 }
 
 // Passes over the chunk once, and calls `decode` for its segments. Returns the same errors in every thread.
@@ -50,12 +54,10 @@ template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 st
     if (threadIdx.x < WARPS / 2) shared.handoffs[threadIdx.x].bad = 0;
     if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
-    Sums sums;
-    decode(store, sums);
-    // Exceptions are stored after all other changes.
+    decode(store);
+    // STORE_CHANGES: all tiles have read their base lanes before exceptions are stored to them.
     __syncthreads();
-    except<W>(store, sums);
-    add_to(shared.totals, sums.base, sums.target, sums.changed, sums.errors);
+    except<W>(store);
     __syncthreads();
     return errors_of(shared.totals, shared.chunk);
 }

@@ -48,7 +48,7 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
         work.marked = false;
         if (next <= work.number) {
             u32 first = work.number * Shape::LANES;
-            marker = mark_exceptions(marker, chunk, parts, first, first + Shape::LANES, work.tile().excepted);
+            marker = mark_exceptions(marker, chunk, parts, first, first + Shape::LANES, work.tile());
             work.marked = uniform(marker.marked);
             next = uniform(marker.next / Shape::LANES);
         }
@@ -94,12 +94,12 @@ __device__ __forceinline__ void decode_segment(u32 segment, const Ring& ring, u3
     }
 }
 
-template <int W, int HOW, int EXTRA> __device__ __noinline__ void decode(u32 store, Sums& sums) {
+template <int W, int HOW, int EXTRA> __device__ __noinline__ void decode(u32 store) {
     u32 log2 = uniform(shared_memory().parts.segments_log2), rounds = log2 > WARPS_LOG2 ? 1u << (log2 - WARPS_LOG2) : 1;
     Ring ring = open_ring(log2);
     Sums own = {};
     u32 segment = uniform(threadIdx.x / WARP) & ((1u << log2) - 1);
     for (u32 round = 0; round < rounds; round++, segment += WARPS)
         decode_segment<W, HOW, EXTRA>(segment, ring, store, own);
-    sums = own;
+    add_to(shared_memory().totals, own.base, own.target, own.changed, own.errors);
 }

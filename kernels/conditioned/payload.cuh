@@ -111,6 +111,13 @@ __device__ __forceinline__ u32 exception_position(const Chunk& chunk, const Part
                                         : 0xFFFFFFFFu;
 }
 
+// Returns the delta of an exception, in zigzag coding.
+template <int W>
+__device__ __forceinline__ typename WideOf<W>::type exception_delta(const Chunk& chunk, const Parts& parts,
+                                                                    u32 exception) {
+    return (typename WideOf<W>::type)unaligned<W>(chunk.payload, parts.deltas_at + W * exception);
+}
+
 // Returns the low bits of lane `at`. Word indexes are clamped, because the last word may be past the payload.
 template <int W>
 __device__ __forceinline__ typename WideOf<W>::type low_bits_of(const Chunk& chunk, const Parts& parts, u32 at) {

@@ -67,6 +67,11 @@ __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u
         activities_of_tile(chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
     u32 count = uniform(queue_rows<W>(mask, activity_of_row(parts.activity_bits, activities, thread), thread, tile));
     if (receives) receive_stream(ring, thread, slow.stream);
+    // Changes a lane of the tile that no exception may change too.
+    auto change = [&](u32 tile_lane, T base, T moved) {
+        set_shared_lane<W>(lanes + tile_lane * W, move_lane<W>(base, moved, magnitude));
+        if (marked && moved != 0 && is_excepted(tile, tile_lane)) slow.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
+    };
     DirectWords words;
 #pragma unroll 1
     for (u32 done = 0; done < count; done += states) {
@@ -80,23 +85,32 @@ __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u
             moved = difference_of<W>(high_bits<W>(moved, high_mask<W>(low_bits)) |
                                      low_bits_of<W>(chunk, parts, first + offset / W));
         }
-        if (is_lane) set_shared_lane<W>(lanes + offset, move_lane<W>(base, moved, magnitude));
+        if (is_lane) change(offset / W, base, moved);
     }
     if (hands_over) hand_over_stream(ring, thread, slow.stream);
+    if (low_bits != 0) {
+#pragma unroll 1
+        for (u32 i = 0; i < Shape::LANES / 32; i++) {
+            u32 tile_lane = 32 * i + thread, at = first + tile_lane;
+            if (at < chunk.lanes && !(tile.masks[i] >> thread & 1))
+                change(tile_lane, shared_lane<W>(lanes + tile_lane * W),
+                       difference_of<W>(low_bits_of<W>(chunk, parts, at)));
+        }
+    }
     __syncwarp();
+    if (marked && stores_tiles(store)) {
+        except_tile<W>(first);
+        __syncwarp();
+    }
 #pragma unroll 1
     for (u32 i = 0; i < Shape::LANES / 32; i++) {
         u32 tile_lane = 32 * i + thread, at = first + tile_lane;
-        bool inside = at < chunk.lanes, coded = tile.masks[tile_lane / 32] >> tile_lane % 32 & 1;
+        bool inside = at < chunk.lanes;
         T lane = shared_lane<W>(lanes + tile_lane * W), base = inside ? load_lane<W>(chunk, at) : 0;
-        if (inside && !coded && low_bits != 0)
-            lane = move_lane<W>(base, difference_of<W>(low_bits_of<W>(chunk, parts, at)), magnitude);
         bool changed = inside && lane != base;
         if (changed) {
             slow.changed++;
             slow.target += lane_term<W>(at, base, lane);
-            // `except` makes this check for lanes that are not coded.
-            if (marked && coded && is_excepted(tile, tile_lane)) slow.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);
         }
         if (store == STORE_LIST) {
             list_changes<W>(shared, thread, before, changed, at * W, lane);

@@ -10,9 +10,10 @@
 // One tile per warp, in shared memory.
 struct alignas(16) Tile {
     u8 lanes[TILE_BYTES];
-    u64 no_lane;  // 0; threads without a lane in a step read it
-    u16 no_entry; // queue entry that these threads read
-    u16 padding[3];
+    u64 no_lane;          // 0; threads without a lane in a step read it
+    u16 no_entry;         // queue entry that these threads read
+    u16 exceptions;       // number of exceptions of the tile, if it is marked
+    u32 exceptions_begin; // index of the first one
     // The coded lanes: byte offset in the tile in bits 0 to 11, index of the map in bits 12 and up. NO_ENTRY for two steps
     // follows.
     u16 queue[TILE_LANES + 2 * WARP];

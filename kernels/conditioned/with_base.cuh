@@ -176,6 +176,11 @@ __device__ __forceinline__ void decode_tile(Work& work, uint4* pieces, u32 end, 
     }
     if constexpr (IN_TILE) {
         __syncwarp();
+        if (work.marked) {
+            except_tile<W>(first);
+            if (thread == 0) work.sums.changed += tile.exceptions;
+            __syncwarp();
+        }
         uint4 out[Shape::PIECES];
         read_tile<W>(tile, thread, out);
         if (store != STORE_NONE) store_tile<W>(chunk, work.number, thread, out);

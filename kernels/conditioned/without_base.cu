@@ -4,7 +4,7 @@
 #include "conditioned/conditioned.cuh"
 
 template <int W> __device__ __forceinline__ u32 pass(u32 store) {
-    return run_pass<W>(store, [](u32 store, Sums& sums) { decode<W, LOW_BITS, READS_EXTRA>(store, sums); });
+    return run_pass<W>(store, [](u32 store) { decode<W, LOW_BITS, READS_EXTRA>(store); });
 }
 
 struct WithoutBase {
