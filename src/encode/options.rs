@@ -198,14 +198,17 @@ impl Favor {
     pub(crate) fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
         match self {
             Self::Ratio if streams_are_short(chunk_lanes) => {
-                DecodeCost { steps: DecodeCost::default().steps / 2, state: 2, ..DecodeCost::default() }
+                DecodeCost { steps: DecodeCost::default().steps / 2, state: 2, streams: WARPS, ..DecodeCost::default() }
             }
             Self::Ratio => DecodeCost::default(),
-            Self::Speed => DecodeCost { lane: 256, steps: 512, state: 2 },
-            Self::Size => DecodeCost { lane: 0, steps: usize::MAX, state: 1000 },
+            Self::Speed => DecodeCost { lane: 256, steps: 512, state: 2, streams: WARPS },
+            Self::Size => DecodeCost { lane: 0, steps: usize::MAX, state: 1000, streams: 1 },
         }
     }
 }
+
+/// Number of streams that a CUDA device decodes at once: each is decoded by one warp of a block.
+const WARPS: usize = 8;
 
 /// Whether [`Favor::Ratio`] divides chunks of codec `conditioned` into more streams. It does if the option `chunk_lanes` is below its
 /// default: small chunks imply that latency matters, and the steps of a stream are decoded one after another. Cost: more streams,

@@ -20,9 +20,10 @@ use zerocopy::IntoBytes;
 /// Maximum number of steps per stream, if each state has enough payload. Streams with fewer steps decode faster, because the
 /// steps of a stream are decoded one after another. More streams have more states, and each state costs 3 bytes.
 const STEPS: usize = 512;
-/// Minimum number of payload bytes per state: in a chunk that is split into streams of [`STEPS`], and in a chunk with one stream.
+/// Minimum number of payload bytes per state: in a chunk that is split into streams of [`STEPS`], and in a chunk with at most
+/// [`DecodeCost::streams`] streams.
 const MIN_STATE_BYTES: u64 = 80;
-const MIN_STATE_BYTES_OF_ONE_STREAM: u64 = 40;
+const MIN_STATE_BYTES_OF_FEW_STREAMS: u64 = 40;
 
 /// Model and buffers of a thread that encodes chunks, reused for every chunk.
 pub(crate) struct Encoder {
@@ -60,12 +61,14 @@ pub struct DecodeCost {
     pub steps: usize,
     /// Minimum number of payload bytes per state, for splitting a stream that has more than `steps` steps.
     pub state: u64,
+    /// Number of streams that a chunk has at least if each state has [`MIN_STATE_BYTES_OF_FEW_STREAMS`] of payload.
+    pub streams: usize,
 }
 
 impl Default for DecodeCost {
     /// Returns a low weight, for small payloads.
     fn default() -> Self {
-        Self { lane: 16, steps: 1024, state: 80 }
+        Self { lane: 16, steps: 1024, state: 80, streams: 1 }
     }
 }
 
@@ -321,18 +324,19 @@ pub(crate) fn size_of_cost(cost: u64, coded: usize, low_bits: u32, decode_cost: 
 }
 
 /// Returns the number of states per stream and the number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and
-/// a payload of about `size` bytes. Streams have at most `decode_cost.steps` steps, unless states would have too little payload.
+/// a payload of about `size` bytes. Streams have at most `decode_cost.steps` steps, and a chunk has at least `decode_cost.streams`
+/// streams, unless states would have too little payload.
 pub(crate) fn shape(coded: usize, size: u64, tiles: usize, decode_cost: DecodeCost) -> (usize, usize) {
-    let DecodeCost { steps: max_steps, state, .. } = decode_cost;
+    let DecodeCost { steps: max_steps, state, streams, .. } = decode_cost;
     // On average, half of a tile's last step is unused.
     let steps = coded.div_ceil(STEP) + tiles / 2;
-    let segments = [(STEPS, state.max(MIN_STATE_BYTES)), (max_steps, state)].map(|(max_steps, bytes)| {
-        let affordable = 1usize << (size / bytes / STEP as u64).max(1).ilog2();
-        steps.div_ceil(max_steps).next_power_of_two().min(affordable)
-    });
+    let wanted = |max_steps: usize| steps.div_ceil(max_steps).next_power_of_two();
+    let few = state.max(MIN_STATE_BYTES_OF_FEW_STREAMS);
+    let segments = [(wanted(STEPS), state.max(MIN_STATE_BYTES)), (wanted(max_steps), state), (streams, few)]
+        .map(|(wanted, bytes)| wanted.min(1 << (size / bytes / STEP as u64).max(1).ilog2()));
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
     // A small payload has fewer states, because each costs 3 bytes.
-    let states = 1 << STEP.min(coded.max(1)).min((size / state.max(MIN_STATE_BYTES_OF_ONE_STREAM)).max(1) as usize).ilog2();
+    let states = 1 << STEP.min(coded.max(1)).min((size / few).max(1) as usize).ilog2();
     let states = STEP.min(coded.div_ceil(max_steps).next_power_of_two()).max(states);
     (if segments == 1 { states } else { STEP }, segments)
 }

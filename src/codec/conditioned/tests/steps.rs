@@ -159,11 +159,35 @@ fn a_dear_lane_is_coded_less_often_and_streams_are_as_short_as_they_are_wanted()
     let tables = trained(Dtype::Bf16, 0, &base, &target);
     let mut encoder = Encoder::default();
     let [cheap, dear, short] = [(16, 1024, 80), (256, 1024, 80), (16, 512, 2)].map(|(lane, steps, state)| {
-        let payload = encode_at(DecodeCost { lane, steps, state }, &mut encoder, Dtype::Bf16, tables.as_ref(), 0, &base, &target);
+        let payload =
+            encode_at(DecodeCost { lane, steps, state, streams: 1 }, &mut encoder, Dtype::Bf16, tables.as_ref(), 0, &base, &target);
         assert_decodes(&mut decoders(), Dtype::Bf16, tables.as_ref(), &payload, &base, &target);
         let (header, _) = ConditionedHeader::read_from_prefix(&payload).unwrap();
         (payload.len(), header.exception_count.get(), header.segments_log2)
     });
     assert!(dear.1 > 2 * cheap.1 && dear.0 > cheap.0, "{cheap:?} {dear:?}");
     assert!(short.2 > cheap.2 && short.0 > cheap.0, "{cheap:?} {short:?}");
+}
+
+/// A tenth of the lanes changes at random, then one lane in a thousand.
+#[test]
+fn a_chunk_has_the_wanted_streams_if_their_states_have_payload() {
+    let mut random = Random::new(8);
+    let mut encoder = Encoder::default();
+    let mut segments = |one_in: u64, streams: usize| {
+        let (mut base, mut target) = (Vec::new(), Vec::new());
+        for _ in 0..1 << 15 {
+            let lane = 0x3F80_0000 | random.below(1 << 23) as u32;
+            let moved = lane ^ if random.below(one_in) == 0 { random.below(1 << 20) as u32 } else { 0 };
+            base.extend(lane.to_le_bytes());
+            target.extend(moved.to_le_bytes());
+        }
+        let tables = trained(Dtype::F32, 0, &base, &target);
+        let cost = DecodeCost { steps: 512, state: 2, streams, ..DecodeCost::default() };
+        let payload = encode_at(cost, &mut encoder, Dtype::F32, tables.as_ref(), 0, &base, &target);
+        assert_decodes(&mut decoders(), Dtype::F32, tables.as_ref(), &payload, &base, &target);
+        ConditionedHeader::read_from_prefix(&payload).unwrap().0.segments_log2
+    };
+    assert_eq!([segments(10, 1), segments(10, 8), segments(10, 2)], [2, 3, 2]);
+    assert_eq!(segments(1000, 8), segments(1000, 1));
 }
