@@ -12,8 +12,8 @@ enum : u32 {
     STORE_AND_KEEP = 4, // all lanes of the output, in place; a slot keeps the base, to undo the stores
 };
 
-// Returns whether a pass stores whole tiles. Exceptions are then applied in the tiles. Otherwise all threads apply them after the
-// last tile, which is faster where each change is stored on its own.
+// Returns whether a pass stores whole tiles. Exceptions are then applied in the tiles (`except_tile`). Otherwise all threads
+// apply them after the last tile (`except`), which is faster where each change is stored on its own.
 __device__ __forceinline__ bool stores_tiles(u32 store) { return store == STORE_ALL || store == STORE_AND_KEEP; }
 
 // A warp: appends the changes of its threads to the list of the chunk. Changes beyond the capacity of the list are
@@ -76,8 +76,8 @@ __device__ __noinline__ Marker mark_exceptions(Marker marker, const Chunk& chunk
     return {marker.exception, exception_position(chunk, parts, marker.exception), count != 0};
 }
 
-// A warp: applies the exceptions of a marked tile, whose first lane is `first`. If another change is to one of these lanes, or if
-// the list of exceptions is damaged, an error is reported elsewhere.
+// A warp: applies the exceptions of a marked tile, whose first lane is `first`. If one of these lanes has another change, the
+// decoder of the tile reports it. If the list is damaged, `except` reports it.
 template <int W> __device__ __noinline__ void except_tile(u32 first) {
     typedef typename WideOf<W>::type T;
     const Chunk& chunk = shared_memory().chunk;

@@ -7,8 +7,8 @@
 #endif
 #include "conditioned/decoder.cuh"
 
-// All threads: checks the list of exceptions. Applies it if the pass does not store whole tiles. Such a pass leaves the base as it is
-// until all checks of the chunk have passed.
+// All threads: checks the list of exceptions. Applies it if the pass does not store whole tiles: such a pass stores nothing to
+// the base, or stores after an earlier pass has checked the chunk.
 template <int W> __device__ __noinline__ void except(u32 store) {
     typedef typename WideOf<W>::type T;
     Shared& shared = shared_memory();
@@ -55,7 +55,7 @@ template <int W, typename Decode> __device__ __forceinline__ u32 run_pass(u32 st
     if (threadIdx.x % WARP == 0) open_tile(shared.tiles[threadIdx.x / WARP]);
     __syncthreads();
     decode(store);
-    // STORE_CHANGES: all tiles have read their base lanes before exceptions are stored to them.
+    // For STORE_CHANGES: all tiles have read their base lanes before exceptions are stored to them.
     __syncthreads();
     except<W>(store);
     __syncthreads();

@@ -305,13 +305,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn streams_are_half_as_long_where_chunks_below_the_default_are_asked_for() {
+    fn streams_are_more_and_half_as_long_where_chunks_below_the_default_are_asked_for() {
         let default = EncodeOptions::default().chunk_lanes;
-        let steps = |favor: Favor, chunk_lanes| favor.decode_cost(chunk_lanes).steps;
-        assert_eq!(steps(Favor::Ratio, default), 1024);
-        assert_eq!(steps(Favor::Ratio, 2 * default), 1024);
+        let cost = |favor: Favor, chunk_lanes| {
+            let cost = favor.decode_cost(chunk_lanes);
+            (cost.steps, cost.streams)
+        };
+        assert_eq!(cost(Favor::Ratio, default), (1024, 1));
+        assert_eq!(cost(Favor::Ratio, 2 * default), (1024, 1));
+        assert_eq!(cost(Favor::Speed, default), (512, 8));
+        assert_eq!(cost(Favor::Size, default), (usize::MAX, 1));
         for small in [4096, default / 2] {
-            assert_eq!(steps(Favor::Ratio, small), 512);
+            assert_eq!(cost(Favor::Ratio, small), (512, 8));
             for favor in [Favor::Speed, Favor::Size] {
                 assert_eq!(favor.decode_cost(small), favor.decode_cost(default), "{favor}");
             }

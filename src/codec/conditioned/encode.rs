@@ -20,6 +20,8 @@ use zerocopy::IntoBytes;
 /// Maximum number of steps per stream, if each state has enough payload. Streams with fewer steps decode faster, because the
 /// steps of a stream are decoded one after another. More streams have more states, and each state costs 3 bytes.
 const STEPS: usize = 512;
+/// Minimum number of steps of coded lanes per stream, in a chunk with at most [`DecodeCost::streams`] streams.
+const MIN_STEPS: usize = 128;
 /// Minimum number of payload bytes per state: in a chunk that is split into streams of [`STEPS`], and in a chunk with at most
 /// [`DecodeCost::streams`] streams.
 const MIN_STATE_BYTES: u64 = 80;
@@ -61,7 +63,7 @@ pub struct DecodeCost {
     pub steps: usize,
     /// Minimum number of payload bytes per state, for splitting a stream that has more than `steps` steps.
     pub state: u64,
-    /// Number of streams that a chunk has at least if each state has [`MIN_STATE_BYTES_OF_FEW_STREAMS`] of payload.
+    /// Minimum number of streams of a chunk, a power of two. Chunks with few coded lanes or small payloads have fewer.
     pub streams: usize,
 }
 
@@ -325,18 +327,20 @@ pub(crate) fn size_of_cost(cost: u64, coded: usize, low_bits: u32, decode_cost: 
 
 /// Returns the number of states per stream and the number of segments, for a chunk of `tiles` tiles with `coded` coded lanes and
 /// a payload of about `size` bytes. Streams have at most `decode_cost.steps` steps, and a chunk has at least `decode_cost.streams`
-/// streams, unless states would have too little payload.
+/// streams, unless streams or states would have too little payload.
 pub(crate) fn shape(coded: usize, size: u64, tiles: usize, decode_cost: DecodeCost) -> (usize, usize) {
     let DecodeCost { steps: max_steps, state, streams, .. } = decode_cost;
     // On average, half of a tile's last step is unused.
     let steps = coded.div_ceil(STEP) + tiles / 2;
-    let wanted = |max_steps: usize| steps.div_ceil(max_steps).next_power_of_two();
-    let few = state.max(MIN_STATE_BYTES_OF_FEW_STREAMS);
-    let segments = [(wanted(STEPS), state.max(MIN_STATE_BYTES)), (wanted(max_steps), state), (streams, few)]
+    let few_bytes = state.max(MIN_STATE_BYTES_OF_FEW_STREAMS);
+    // The size includes exceptions, which no stream has. So the number of coded lanes limits `streams`, too.
+    let few = streams.min((coded / STEP).div_ceil(MIN_STEPS).next_power_of_two());
+    let of_steps = |max_steps| steps.div_ceil(max_steps).next_power_of_two();
+    let segments = [(of_steps(STEPS), state.max(MIN_STATE_BYTES)), (of_steps(max_steps), state), (few, few_bytes)]
         .map(|(wanted, bytes)| wanted.min(1 << (size / bytes / STEP as u64).max(1).ilog2()));
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
     // A small payload has fewer states, because each costs 3 bytes.
-    let states = 1 << STEP.min(coded.max(1)).min((size / few).max(1) as usize).ilog2();
+    let states = 1 << STEP.min(coded.max(1)).min((size / few_bytes).max(1) as usize).ilog2();
     let states = STEP.min(coded.div_ceil(max_steps).next_power_of_two()).max(states);
     (if segments == 1 { states } else { STEP }, segments)
 }

@@ -36,3 +36,10 @@ fn the_device_agrees_with_every_size_offset_and_constant() {
     assert_eq!(device.layout_report(expected.len()).unwrap(), expected);
     eprintln!("layout: {} words agree", expected.len());
 }
+
+/// With fewer streams, warps of a block would share one.
+#[test]
+fn a_chunk_has_a_stream_for_each_warp_where_speed_matters() {
+    let streams = crate::Favor::Speed.decode_cost(1 << 20).streams;
+    assert_eq!([abi::CONDITIONED_THREADS, abi::WITHOUT_BASE_THREADS], [32 * streams as u32; 2]);
+}

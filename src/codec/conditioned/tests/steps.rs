@@ -1,6 +1,7 @@
 //! Tests of the steps of a stream, on every platform with vector code for them.
 
 use super::*;
+use crate::codec::conditioned::encode;
 use crate::codec::conditioned::tables::Lookup;
 use crate::codec::simd::{Broken, DecodeTable, STEP, StreamSteps, Words};
 use crate::format::ConditionedHeader;
@@ -190,4 +191,12 @@ fn a_chunk_has_the_wanted_streams_if_their_states_have_payload() {
     };
     assert_eq!([segments(10, 1), segments(10, 8), segments(10, 2)], [2, 3, 2]);
     assert_eq!(segments(1000, 8), segments(1000, 1));
+}
+
+/// Exceptions are part of the size, but no stream has them.
+#[test]
+fn a_chunk_with_few_coded_lanes_has_few_streams() {
+    let cost = DecodeCost { steps: 512, state: 2, streams: 8, ..DecodeCost::default() };
+    let segments = |coded| encode::shape(coded, 1 << 20, 256, cost).1;
+    assert_eq!([0, 100, 128 * 32, 200 * 32, 300 * 32, 1000 * 32].map(segments), [1, 1, 1, 2, 4, 8]);
 }

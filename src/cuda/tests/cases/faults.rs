@@ -26,6 +26,8 @@ pub fn all() -> Vec<Fault> {
         low_bits_at_the_end(),
         nothing_coded(),
         changed_by_low_bits_twice(),
+        changed_and_back(),
+        exceptions(),
     ]
     .into_iter()
     .flatten()
@@ -324,6 +326,71 @@ fn changed_by_low_bits_twice() -> Vec<Fault> {
     };
     let dtypes = [(Dtype::Bf16, 7), (Dtype::F32, 23)];
     dtypes.into_iter().flat_map(|dtype| [5, 700, 2499].map(|lane| fault(dtype, lane))).collect()
+}
+
+/// A coded lane that changes, and whose exception leads back, so the sums and the number of changes fit. Many or few other lanes
+/// change, so in place all base lanes or a list of changes are kept.
+fn changed_and_back() -> Vec<Fault> {
+    let set = random_set(&mut Random(5), 1, 16, true);
+    let fault = |(dtype, shift): (Dtype, u32), step: usize, lane: usize| {
+        let base_of = |i: usize| (127u32 << shift) - 200 + i as u32 % 100;
+        let bytes_of = |moves: &dyn Fn(usize) -> bool| -> Vec<u8> {
+            let lane_of = |i: usize| base_of(i) + u32::from(moves(i));
+            (0..2500).flat_map(|i| lane_of(i).to_le_bytes().into_iter().take(dtype.lane_bytes())).collect()
+        };
+        let base = bytes_of(&|_| false);
+        let changed = bytes_of(&|i| i == lane || i.is_multiple_of(step));
+        let target = bytes_of(&|i| i != lane && i.is_multiple_of(step));
+        let plan = Plan { first_context: 126, clash: Some(lane), ..plain(vec![vec![1]]) };
+        let mut case = Case::new(dtype, Some(set.clone()), base.clone(), &target, write(dtype, &plan, &set, &base, &changed));
+        case.num_deltas += 2;
+        let name = format!("{dtype}, one in {step} lanes, lane {lane} changed and back by an exception");
+        Fault { name, case, rule: Some(Rule::PayloadPositions) }
+    };
+    let dtypes = [(Dtype::Bf16, 7), (Dtype::F32, 23)];
+    let steps = dtypes.into_iter().flat_map(|dtype| [(dtype, 3), (dtype, 50)]);
+    steps.flat_map(|(dtype, step)| [5, 700, 2047, 2499].map(|lane| fault(dtype, step, lane))).collect()
+}
+
+/// Lists of exceptions in lanes of every size, of which hundreds are in one tile, and one damage each.
+fn exceptions() -> Vec<Fault> {
+    let mut faults = Vec::new();
+    for dtype in [Dtype::F8E4m3, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+        let (lanes, width) = (2725, dtype.lane_bytes());
+        let (base, target) = random_lanes(&mut Random(3), dtype, lanes, 3);
+        let set = random_set(&mut Random(6), 1, 8 * width as u32, true);
+        let payload = write(dtype, &plain(vec![vec![1]]), &set, &base, &target);
+        let valid = Case::new(dtype, Some(set), base, &target, payload);
+        let count = u32::from_le_bytes(*valid.payload[8..].first_chunk().unwrap()) as usize;
+        // The map has one byte.
+        let position = |i: usize| 17 + 4 * i;
+        let deltas = position(count);
+        assert!(count > 300, "{dtype}: {count}");
+        let mut fault = |name: &str, rule: Option<Rule>, edit: &dyn Fn(&mut [u8])| {
+            let mut case = valid.clone();
+            edit(&mut case.payload);
+            case.sign();
+            faults.push(Fault { name: format!("{dtype}, exceptions, {name}"), case, rule });
+        };
+        let unsorted = Some(Rule::PayloadPositions);
+        fault("valid", None, &|_| ());
+        fault("twice", unsorted, &|payload| payload.copy_within(position(7)..position(8), position(8)));
+        fault("swapped", unsorted, &|payload| payload[position(20)..position(22)].rotate_left(4));
+        fault("ends swapped", unsorted, &|payload| {
+            let (first, last) = payload[position(0)..deltas].split_at_mut(4 * (count - 1));
+            first[..4].swap_with_slice(last);
+        });
+        fault("after the last lane", unsorted, &|payload| {
+            payload[position(count - 1)..deltas].copy_from_slice(&(lanes as u32).to_le_bytes());
+        });
+        fault("all the same", unsorted, &|payload| {
+            (1..count).for_each(|i| payload.copy_within(position(0)..position(1), position(i)));
+        });
+        fault("no delta", Some(Rule::PayloadDeltas), &|payload| {
+            payload[deltas + width * (count / 2)..][..width].fill(0);
+        });
+    }
+    faults
 }
 
 /// The processor refuses each chunk with its rule.

@@ -19,7 +19,7 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     let mut case = case_of(Shape { clash, ..Shape::any(random, most) });
     let mut stored = None;
     let size = case.payload.len();
-    match random.below(16) {
+    match random.below(20) {
         0 | 1 => {
             for _ in 0..1 + random.below(3) {
                 // Half of the damage is in the first 64 bytes, where the small parts are.
@@ -53,6 +53,7 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
             damaged[random.below(size)] ^= 1 << random.below(8);
             stored = Some(damaged);
         }
+        12..16 => damage_exceptions(random, &mut case),
         _ => {}
     }
     case.num_deltas = case.num_deltas.min(case.lanes as u32);
@@ -65,6 +66,33 @@ pub fn conditioned(random: &mut Random, most: usize) -> Hostile {
     let mut judged = case.clone();
     judged.payload = stored.clone().unwrap_or(judged.payload);
     Hostile { expected: judged.decode(), case, stored }
+}
+
+/// Damages the list of exceptions, if there is one.
+fn damage_exceptions(random: &mut Random, case: &mut Case) {
+    let Some(header) = case.payload.first_chunk::<16>() else { return };
+    let count = u32::from_le_bytes(*header[8..].first_chunk().unwrap()) as usize;
+    let (activity_bits, contexts) = (usize::from(header[3]), usize::from(header[6]));
+    let positions = 16 + (contexts.div_ceil(2) << activity_bits) + (case.lanes.div_ceil(128) * activity_bits).div_ceil(8);
+    let deltas = positions + 4 * count;
+    let width = case.dtype.lane_bytes();
+    if count == 0 || deltas + width * count > case.payload.len() {
+        return;
+    }
+    let (a, b) = (positions + 4 * random.below(count), positions + 4 * random.below(count));
+    match random.below(5) {
+        0 => case.payload.copy_within(a..a + 4, b),
+        1 => {
+            let beyond = (case.lanes + random.below(5)) as u32;
+            case.payload[a..a + 4].copy_from_slice(&beyond.to_le_bytes());
+        }
+        2 => (0..count).for_each(|i| case.payload.copy_within(a..a + 4, positions + 4 * i)),
+        3 => (0..4).for_each(|byte| case.payload.swap(a + byte, b + byte)),
+        _ => {
+            let at = deltas + width * random.below(count);
+            case.payload[at..at + width].fill(0);
+        }
+    }
 }
 
 /// Returns a chunk of codec `raw` with up to `most` lanes.
