@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use tpde::cuda::{Application, ApplyChain, ApplyPlan, ChainStep, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
-use tpde::{Error, FileSource, InPlace, Result, Source};
+use tpde::{Codec, Error, FileSource, InPlace, Result, Source};
 
 /// Size in bytes of one read of the blob, and of its copy to the device.
 const PIECE: usize = 16 << 20;
@@ -177,7 +177,7 @@ impl DevicePair {
         let plan = || {
             let (pair, index) = (self.pair.clone(), self.index.clone());
             let (ahead, payloads) = match &self.stored {
-                Stored::Ahead(read) => (Some(read.clone()), self.in_file()),
+                Stored::Ahead(read) if self.is_prepared_first() => (Some(read.clone()), self.in_file()),
                 _ => (None, self.stored()),
             };
             let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base, ahead };
@@ -205,7 +205,8 @@ impl DevicePair {
                 None => chain.bytes(),
             }
         };
-        bytes().map_err(|e| errors::to_python(py, &e))
+        // Waits for payloads that are read ahead.
+        py.detach(bytes).map_err(|e| errors::to_python(py, &e))
     }
 
     /// Applies the pairs of a chain to tensors or slices in place, in the order of a stream, with all checks of all pairs before the
@@ -281,6 +282,11 @@ impl DevicePair {
     /// A pair for one call, whose payloads are being read unless they stay in the file.
     pub fn for_one_call(pair: Arc<tpde::Pair<FileSource>>, index: DeviceIndex, read: Option<ReadAhead>) -> Self {
         Self { pair, index, stored: read.map_or(Stored::File, Stored::Ahead) }
+    }
+
+    /// Whether an application is prepared before its payloads have been read. Payloads of codec `zstd` may be hashed then.
+    fn is_prepared_first(&self) -> bool {
+        self.pair.index().tensors().all(|tensor| tensor.codec != Codec::Zstd)
     }
 
     fn in_file(&self) -> Payloads<'static> {

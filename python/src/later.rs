@@ -8,22 +8,24 @@ pub struct Later<T> {
     /// Set when the work has ended; `None` in it after a panic.
     outcome: Mutex<Option<Option<T>>>,
     has_ended: Condvar,
+    /// The process that started the work. A forked child does not have its thread.
+    process: u32,
 }
 
 impl<T: Send + 'static> Later<T> {
     /// Starts work. `None` if no thread can start.
     pub fn start(work: impl FnOnce() -> T + Send + 'static) -> Option<Arc<Self>> {
-        let this = Arc::new(Self { outcome: Mutex::new(None), has_ended: Condvar::new() });
+        let this = Arc::new(Self { outcome: Mutex::new(None), has_ended: Condvar::new(), process: std::process::id() });
         // Ends the work also if it panics.
         let end = End(this.clone());
         spawn(move || end.with(Some(work()))).ok()?;
         Some(this)
     }
 
-    /// Waits until the work has ended, and takes its result. `None` if it panicked, or if the result was taken before. Must not be
-    /// called on a thread of the pool.
+    /// Waits until the work has ended, and takes its result. `None` if it panicked, if the result was taken before, or in a forked
+    /// child. Must not be called on a thread of the pool.
     pub fn take(&self) -> Option<T> {
-        self.ended().as_mut().and_then(Option::take)
+        self.ended()?.as_mut().and_then(Option::take)
     }
 
     /// As [`Later::take`], but leaves the result.
@@ -31,12 +33,15 @@ impl<T: Send + 'static> Later<T> {
     where
         T: Clone,
     {
-        self.ended().clone().flatten()
+        self.ended()?.clone().flatten()
     }
 
-    fn ended(&self) -> MutexGuard<'_, Option<Option<T>>> {
+    fn ended(&self) -> Option<MutexGuard<'_, Option<Option<T>>>> {
+        if self.process != std::process::id() {
+            return None;
+        }
         let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        self.has_ended.wait_while(outcome, |outcome| outcome.is_none()).unwrap_or_else(PoisonError::into_inner)
+        Some(self.has_ended.wait_while(outcome, |outcome| outcome.is_none()).unwrap_or_else(PoisonError::into_inner))
     }
 }
 

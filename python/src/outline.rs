@@ -2,7 +2,6 @@
 
 use crate::memory::{Expected, PlainTensors};
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyList, PyString, PyTuple};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -16,7 +15,7 @@ pub struct Outline {
 }
 
 /// Tensors as [`Outline::plain`] takes them: names, dtypes, dims, addresses, offsets, sizes of storages, and owners.
-type Columns<'py> = (Vec<PyBackedStr>, Bound<'py, PyList>, Bound<'py, PyList>, Vec<usize>, Vec<u64>, Vec<u64>, Py<PyAny>);
+type Columns<'py> = (Vec<Bound<'py, PyString>>, Bound<'py, PyList>, Bound<'py, PyList>, Vec<usize>, Vec<u64>, Vec<u64>, Py<PyAny>);
 
 /// Dtype and dims of a tensor.
 type Kind = (Py<PyString>, Option<Vec<u64>>);
@@ -71,7 +70,9 @@ impl Outline {
     /// another dtype or shape, or a storage that is too small. Tensors are contiguous, and dtypes are of whole bytes.
     fn plain(&self, columns: Columns<'_>) -> Option<PlainTensors> {
         let (names, dtypes, shapes, addresses, offsets, storages, owners) = columns;
-        let rows: HashMap<&str, usize> = names.iter().enumerate().map(|(row, name)| (&**name, row)).collect();
+        // No tensor of a pair has a name that is not Unicode.
+        let named = names.iter().enumerate().filter_map(|(row, name)| Some((name.to_str().ok()?, row)));
+        let rows: HashMap<&str, usize> = named.collect();
         let mut expected = self.tensors.clone();
         let mut places = Vec::with_capacity(expected.len());
         for (i, one) in self.tensors.iter().enumerate() {

@@ -266,7 +266,8 @@ class Opening:
 
     def columns_of(self, tensors: Mapping[str, Any]) -> _tpde.Columns | None:
         """The columns of tensors on the device."""
-        return _torch_memory.columns_of(list(tensors), list(tensors.values()), self._device.torch)
+        items = list(tensors.items())  # once, because another thread may change the mapping
+        return _torch_memory.columns_of([name for name, _ in items], [tensor for _, tensor in items], self._device.torch)
 
     def wait(self) -> tuple[_tpde.Pair, DevicePair | None]:
         """The pair, and the pair on the device, unless its index needs more memory."""

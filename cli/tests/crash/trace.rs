@@ -99,6 +99,8 @@ pub fn traced(place: &Path, line: &str, inject: &[String]) -> (Output, Vec<Call>
     command.args(["--default-signal", "strace"]);
     // With cargo's library path, the loader makes more calls of the same kinds, which strace would count together with ours.
     command.env_remove("LD_LIBRARY_PATH").env("TMPDIR", place);
+    // With one heap for all threads, glibc does not read /proc when it frees memory, which depends on where the heap is.
+    command.env("GLIBC_TUNABLES", "glibc.malloc.arena_max=1");
     command.args(["-f", "-y", "-qq", "-o"]).arg(&log).arg("-e").arg(format!("trace={}", calls.join(",")));
     for inject in inject {
         command.arg("-e").arg(format!("inject={inject}"));

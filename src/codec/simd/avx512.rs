@@ -158,7 +158,7 @@ fn request_lines(prefetch: &mut Prefetch<'_>) {
         let offset = PrefetchedLines::offset(requested.0);
         let (Some(from), Some(to)) = (from.get(offset), to.get(offset)) else { return };
         _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(from).cast());
-        // SAFETY: a prefetch changes nothing but caches. Every processor with AVX-512 has this instruction.
+        // SAFETY: a prefetch changes nothing but caches. In 64-bit mode, processors that lack this instruction ignore it.
         unsafe {
             std::arch::asm!("prefetchw [{}]", in(reg) std::ptr::from_ref(to), options(nostack, preserves_flags, readonly));
         }

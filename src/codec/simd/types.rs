@@ -99,7 +99,7 @@ pub(crate) struct PrefetchedLines(pub usize);
 impl PrefetchedLines {
     /// Returns the offset of the line that is requested as number `i`.
     #[inline(always)]
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code uses it"))]
+    #[cfg_attr(not(any(target_arch = "x86_64", test)), expect(dead_code, reason = "only vector code uses it"))]
     pub fn offset(i: usize) -> usize {
         const TOGETHER: usize = 4;
         const GROUP_LINES: usize = TOGETHER * ChunkSum::BLOCK / LINE;

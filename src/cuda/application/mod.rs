@@ -109,7 +109,8 @@ impl<'a> Application<'a> {
         Ok(true)
     }
 
-    /// Takes the payloads of later launches from another copy of the blob, in host memory or in pinned memory.
+    /// Takes the payloads of later launches from another copy of the blob, in host memory or in pinned memory. Launches that are queued
+    /// and graphs that are captured keep theirs. Nothing is copied.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if either copy is in device memory, or if the new one has another size or is of another device.
