@@ -196,19 +196,23 @@ impl Favor {
 
     /// The weight of decoding time, for this value of the option `chunk_lanes`.
     pub(crate) fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
+        let streams = if chunk_lanes <= LANES_FOR_LATENCY { WARPS } else { 1 };
         match self {
             Self::Ratio if streams_are_short(chunk_lanes) => {
-                DecodeCost { steps: DecodeCost::default().steps / 2, state: 2, streams: WARPS, ..DecodeCost::default() }
+                DecodeCost { steps: DecodeCost::default().steps / 2, state: 2, streams, ..DecodeCost::default() }
             }
             Self::Ratio => DecodeCost::default(),
-            Self::Speed => DecodeCost { lane: 256, steps: 512, state: 2, streams: WARPS },
+            Self::Speed => DecodeCost { lane: 256, steps: 512, state: 2, streams },
             Self::Size => DecodeCost { lane: 0, steps: usize::MAX, state: 1000, streams: 1 },
         }
     }
 }
 
-/// Number of streams that a CUDA device decodes at once: each is decoded by one warp of a block.
+/// Number of streams of a chunk that a CUDA device decodes at once: each is decoded by one warp of a block.
 const WARPS: usize = 8;
+/// Chunks of at most this many lanes have as many streams, if these have enough payload. Larger chunks have enough steps for more
+/// streams, or so little payload that states cost more than they gain.
+const LANES_FOR_LATENCY: u64 = 1 << 16;
 
 /// Whether [`Favor::Ratio`] divides chunks of codec `conditioned` into more streams. It does if the option `chunk_lanes` is below its
 /// default: small chunks imply that latency matters, and the steps of a stream are decoded one after another. Cost: more streams,
@@ -313,13 +317,12 @@ mod tests {
         };
         assert_eq!(cost(Favor::Ratio, default), (1024, 1));
         assert_eq!(cost(Favor::Ratio, 2 * default), (1024, 1));
-        assert_eq!(cost(Favor::Speed, default), (512, 8));
+        assert_eq!(cost(Favor::Speed, default), (512, 1));
         assert_eq!(cost(Favor::Size, default), (usize::MAX, 1));
-        for small in [4096, default / 2] {
-            assert_eq!(cost(Favor::Ratio, small), (512, 8));
-            for favor in [Favor::Speed, Favor::Size] {
-                assert_eq!(favor.decode_cost(small), favor.decode_cost(default), "{favor}");
-            }
+        for (small, streams) in [(4096, 8), (1 << 16, 8), (default / 2, 1)] {
+            assert_eq!(cost(Favor::Ratio, small), (512, streams));
+            assert_eq!(cost(Favor::Speed, small), (512, streams));
+            assert_eq!(cost(Favor::Size, small).0, usize::MAX);
         }
     }
 }

@@ -20,12 +20,13 @@ use zerocopy::IntoBytes;
 /// Maximum number of steps per stream, if each state has enough payload. Streams with fewer steps decode faster, because the
 /// steps of a stream are decoded one after another. More streams have more states, and each state costs 3 bytes.
 const STEPS: usize = 512;
-/// Minimum number of steps of coded lanes per stream, in a chunk with at most [`DecodeCost::streams`] streams.
-const MIN_STEPS: usize = 128;
-/// Minimum number of payload bytes per state: in a chunk that is split into streams of [`STEPS`], and in a chunk with at most
-/// [`DecodeCost::streams`] streams.
+/// Minimum number of payload bytes per state: in a chunk that is split into streams of [`STEPS`], and in a chunk with one stream.
 const MIN_STATE_BYTES: u64 = 80;
-const MIN_STATE_BYTES_OF_FEW_STREAMS: u64 = 40;
+const MIN_STATE_BYTES_OF_ONE_STREAM: u64 = 40;
+/// In a chunk with at most [`DecodeCost::streams`] streams: minimum number of payload bytes per state, and of steps of coded lanes
+/// per stream.
+const MIN_STATE_BYTES_OF_FEW_STREAMS: u64 = 32;
+const MIN_STEPS_OF_FEW_STREAMS: usize = 128;
 
 /// Model and buffers of a thread that encodes chunks, reused for every chunk.
 pub(crate) struct Encoder {
@@ -332,15 +333,18 @@ pub(crate) fn shape(coded: usize, size: u64, tiles: usize, decode_cost: DecodeCo
     let DecodeCost { steps: max_steps, state, streams, .. } = decode_cost;
     // On average, half of a tile's last step is unused.
     let steps = coded.div_ceil(STEP) + tiles / 2;
-    let few_bytes = state.max(MIN_STATE_BYTES_OF_FEW_STREAMS);
-    // The size includes exceptions, which no stream has. So the number of coded lanes limits `streams`, too.
-    let few = streams.min((coded / STEP).div_ceil(MIN_STEPS).next_power_of_two());
     let of_steps = |max_steps| steps.div_ceil(max_steps).next_power_of_two();
-    let segments = [(of_steps(STEPS), state.max(MIN_STATE_BYTES)), (of_steps(max_steps), state), (few, few_bytes)]
-        .map(|(wanted, bytes)| wanted.min(1 << (size / bytes / STEP as u64).max(1).ilog2()));
+    // The size includes exceptions, which no stream has. So the number of coded lanes limits `streams`, too.
+    let few = streams.min((coded / STEP).div_ceil(MIN_STEPS_OF_FEW_STREAMS).next_power_of_two());
+    let segments = [
+        (of_steps(STEPS), state.max(MIN_STATE_BYTES)),
+        (of_steps(max_steps), state),
+        (few, state.max(MIN_STATE_BYTES_OF_FEW_STREAMS)),
+    ];
+    let segments = segments.map(|(wanted, bytes)| wanted.min(1 << (size / bytes / STEP as u64).max(1).ilog2()));
     let segments = segments.into_iter().fold(1, usize::max).min(1 << MAX_LOG2).min(1 << tiles.ilog2());
     // A small payload has fewer states, because each costs 3 bytes.
-    let states = 1 << STEP.min(coded.max(1)).min((size / few_bytes).max(1) as usize).ilog2();
+    let states = 1 << STEP.min(coded.max(1)).min((size / state.max(MIN_STATE_BYTES_OF_ONE_STREAM)).max(1) as usize).ilog2();
     let states = STEP.min(coded.div_ceil(max_steps).next_power_of_two()).max(states);
     (if segments == 1 { states } else { STEP }, segments)
 }

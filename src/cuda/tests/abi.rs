@@ -39,7 +39,7 @@ fn the_device_agrees_with_every_size_offset_and_constant() {
 
 /// With fewer streams, warps of a block would share one.
 #[test]
-fn a_chunk_has_a_stream_for_each_warp_where_speed_matters() {
-    let streams = crate::Favor::Speed.decode_cost(1 << 20).streams;
+fn a_small_chunk_has_a_stream_for_each_warp() {
+    let streams = crate::Favor::Speed.decode_cost(1 << 16).streams;
     assert_eq!([abi::CONDITIONED_THREADS, abi::WITHOUT_BASE_THREADS], [32 * streams as u32; 2]);
 }
