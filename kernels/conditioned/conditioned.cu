@@ -8,6 +8,7 @@ __device__ __forceinline__ bool is_plain(const Shared& shared) {
     return shared.classes.by_threshold && shared.parts.low_bits == 0;
 }
 
+// TO_TILE and KEEP_TILE are exactly the passes for which stores_tiles() is true.
 template <int W, int EXTRA> __device__ __forceinline__ void decode_plain(u32 store) {
     if (FORMS_BASE || store == STORE_ALL) decode<W, TO_TILE, EXTRA>(store);
     else if (store == STORE_LIST) decode<W, TO_LIST, EXTRA>(store);

@@ -67,7 +67,7 @@ __device__ __noinline__ Slow decode_slowly(Slow slow, u32 number, bool marked, u
         activities_of_tile(chunk.payload + parts.activities_at, parts.activity_bits, number, Shape::BLOCKS);
     u32 count = uniform(queue_rows<W>(mask, activity_of_row(parts.activity_bits, activities, thread), thread, tile));
     if (receives) receive_stream(ring, thread, slow.stream);
-    // Changes a lane of the tile that no exception may change too.
+    // Changes a lane of the tile. The same lane must not have an exception.
     auto change = [&](u32 tile_lane, T base, T moved) {
         set_shared_lane<W>(lanes + tile_lane * W, move_lane<W>(base, moved, magnitude));
         if (marked && moved != 0 && is_excepted(tile, tile_lane)) slow.errors |= error(TPDE_STATUS_PAYLOAD_POSITIONS);

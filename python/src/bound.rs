@@ -62,8 +62,8 @@ impl Bound {
         TensorSlice::out_of_place(&self.index, &slices, &on_device(&*base))
     }
 
-    /// [`Bound::bindings`] without a look at each name, if all tensors are whole entries that share no memory, and have bases of the
-    /// same dtype and shape. Otherwise `None`.
+    /// As [`Bound::bindings`], but faster: tensors are found by the index of their entry. `None` if a tensor is in parts, shares
+    /// memory, or has a base of another dtype or shape.
     fn plain_bindings(&self) -> Option<Vec<Binding>> {
         let index = self.pair.index();
         let Unowned::Plain { expected, places } = &self.tensors else { return None };

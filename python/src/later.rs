@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The result of work that a thread of the pool does.
 pub struct Later<T> {
-    /// Set when the work has ended; `None` in it after a panic.
+    /// `None` until the work has ended. Then its result, or `Some(None)` after a panic.
     outcome: Mutex<Option<Option<T>>>,
     has_ended: Condvar,
     /// The process that started the work. A forked child does not have its thread.

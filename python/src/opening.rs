@@ -45,8 +45,8 @@ impl Opening {
         Some(Self { opened, _memory: owner })
     }
 
-    /// Waits for the pair. `None` if opening it takes longer, because it is being published. The pair on the device is `None` if its
-    /// index has not been uploaded.
+    /// Waits until the pair is open. `None` if the pair is being published, which can take long. The second value is `None` if the
+    /// upload of the index failed, or needs more memory.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<(Pair, Option<DevicePair>)>> {
         let opened = py.detach(|| self.opened.take()).unwrap_or(Ok(None)).map_err(|error| errors::to_python(py, &error))?;
         Ok(opened.map(|(pair, index, read)| {
@@ -58,7 +58,7 @@ impl Opening {
 impl Drop for Opening {
     /// The memory must not be reused while a thread may still upload to it.
     fn drop(&mut self) {
-        // Not with the interpreter's lock, because the thread needs it for a warning.
+        // Without the interpreter's lock, because work on the pool may need it.
         let wait = || drop(self.opened.take());
         Python::try_attach(|py| py.detach(wait)).unwrap_or_else(wait);
     }

@@ -65,9 +65,9 @@ impl Outline {
         Self::new(&self.pair, bases)
     }
 
-    /// Describes the memory of these tensors, which are among those in the columns: names, dtypes, dims, addresses, offsets in their
-    /// storages in elements, sizes of the storages in bytes, and an object that keeps the storages in place. `None` if a tensor is missing, has
-    /// another dtype or shape, or a storage that is too small. Tensors are contiguous, and dtypes are of whole bytes.
+    /// Finds the memory of these tensors in the columns: names, dtypes, dims, addresses, offsets in their storages in elements, sizes
+    /// of the storages in bytes, and an object that keeps the storages in place. Tensors in the columns are contiguous. `None` if a
+    /// tensor is missing, has another dtype or shape, has elements of less than a byte, or has a storage that is too small.
     fn plain(&self, columns: Columns<'_>) -> Option<PlainTensors> {
         let (names, dtypes, shapes, addresses, offsets, storages, owners) = columns;
         // No tensor of a pair has a name that is not Unicode.

@@ -46,7 +46,7 @@ impl Pair {
         })
     }
 
-    /// The tensors, or those of these names, without what only [`Pair::tensors`] has; names ascending.
+    /// The tensors, or those with these names; names ascending. Costs less than [`Pair::tensors`].
     #[pyo3(signature = (names=None))]
     fn outline(&self, names: Option<Vec<PyBackedStr>>) -> Outline {
         let index = self.pair.index();

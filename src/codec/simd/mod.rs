@@ -1,5 +1,6 @@
 //! Inner loops of the codecs in hand-written vector instructions. One loop finds changed lanes. The others are for codec
-//! `conditioned`: they copy base lanes, find coded lanes, pack values, decode and encode steps, and compute what rows of counts cost in a class.
+//! `conditioned`: they copy base lanes, find coded lanes, pack values, decode and encode steps, and compute what rows of counts cost
+//! in a class.
 //! Tests check that all platforms give the same results.
 //!
 //! The codecs use `unsafe` only here and in [`crate::dispatch`]. The functions of this module are safe to call: a [`Platform`]

@@ -74,8 +74,8 @@ pub(crate) const PIECE: usize = PIECE_ROWS * ChunkSum::BLOCK;
 /// Bytes per cache line.
 pub(super) const LINE: usize = 64;
 
-/// Memory that is used next. Loops that leave memory idle bring it into the cache, line by line. Lines of four rows alternate, so
-/// that several pages are accessed at the same time.
+/// Memory that is used next. Loops that need little memory themselves bring it into the cache, line by line. Lines of four rows
+/// alternate, so that several pages are accessed at the same time.
 #[derive(Debug)]
 pub(crate) struct Prefetch<'a> {
     /// Base lanes that are not copied yet.
