@@ -73,6 +73,15 @@ fn next(random: &mut Xorshift, version: &Version) -> (Version, BTreeMap<String, 
                 info.name = new_name;
                 change(random, &mut bytes, info.dtype.lane_bytes());
             }
+            // Another dtype with nearly the same values.
+            5 => {
+                (info.dtype, bytes) = match info.dtype {
+                    Dtype::F32 => (Dtype::Bf16, bytes.chunks(4).flat_map(|lane| [lane[2], lane[3]]).collect()),
+                    Dtype::Bf16 => (Dtype::F32, bytes.chunks(2).flat_map(|lane| [0, 0, lane[0], lane[1]]).collect()),
+                    other => (other, bytes),
+                };
+                change(random, &mut bytes, info.dtype.lane_bytes());
+            }
             _ => change(random, &mut bytes, info.dtype.lane_bytes()),
         }
         next.insert(info.name.clone(), (info, bytes));
@@ -93,7 +102,9 @@ fn options(random: &mut Xorshift) -> EncodeOptions {
     let split = ["", "", "*=0:3", "*=0:2", "*n*=0:4,*=0:2"][any(random, 5)];
     let options = EncodeOptions::default().codec(codec).favor(favor).chunk_lanes(chunk_lanes);
     if split.is_empty() {
-        return options.format([FormatVersion::V1_1, FormatVersion::V1_2][any(random, 2)]);
+        let format = [FormatVersion::V1_1, FormatVersion::V1_2, FormatVersion::V1_3][any(random, 3)];
+        // Earlier formats refuse a base of another dtype.
+        return options.format(format).derived(format == FormatVersion::V1_3);
     }
     options.split(split.parse().unwrap())
 }
@@ -212,7 +223,7 @@ fn check(case: &Case, seed: u64) {
         Verify::new(&folded).base(&base_memory).target(&last_memory).run().unwrap();
     }
 
-    let back = Encode::revert(&chain).options(case.options.clone().format(FormatVersion::V1_2)).to_memory().unwrap().0;
+    let back = Encode::revert(&chain).options(case.options.clone().format(FormatVersion::V1_3)).to_memory().unwrap().0;
     let origins: BTreeSet<_> = case.names.values().filter(|old| base.contains_key(*old)).collect();
     let from: BTreeMap<&String, &String> = origins
         .into_iter()
@@ -226,7 +237,7 @@ fn check(case: &Case, seed: u64) {
     assert_eq!(chain.renamed_back(), renamed_back);
     let of_last = parts(last_pair, base, &|name| case.names.get(name).cloned());
     let cuts = from.iter().filter_map(|(old, new)| Some(((*old).clone(), of_last.get(*new)?.clone()))).collect();
-    let direct = direct_options(cuts, renamed_back).format(FormatVersion::V1_2);
+    let direct = direct_options(cuts, renamed_back).format(FormatVersion::V1_3);
     let direct = Encode::new(&base_memory).base(&last_memory).options(direct).to_memory().unwrap().0;
     assert_same(&back, &direct);
     Verify::new(&back).base(&last_memory).target(&base_memory).run().unwrap();
