@@ -9,9 +9,10 @@ use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
 use crate::cuda::plan::schedule::{Group, Run, Slice, Staged};
 use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
+use crate::cuda::runtime::driver::{Entered, OwnStream, RawStream};
 use crate::cuda::runtime::kernels::{Decoder, Variant};
 use crate::cuda::runtime::memory::PinnedBuffer;
+use crate::cuda::runtime::pools::Mark;
 use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
 use crate::error::{Error, Result};
 use crate::reader::checked_payload;
@@ -69,11 +70,15 @@ impl Launcher<'_> {
         let hashes_all_first = self.compares_first() && self.prepared.digests.as_ref().is_some_and(DeviceDigests::needs_all);
         for (n, slice) in slices.iter().enumerate() {
             let side = self.side(n);
-            match payloads {
-                Payloads::Device(_) | Payloads::Part { .. } => {}
-                Payloads::Pinned(pinned) => self.copy(slice, side, pinned, host_error)?,
-                Payloads::Host(source) => self.send(self.pieces(slice), side, *source, host_error)?,
-                Payloads::Kept(source) => self.send(self.pieces(slice), side, &**source, host_error)?,
+            let from = match payloads {
+                Payloads::Device(_) | Payloads::Part { .. } => side,
+                Payloads::Pinned(pinned) => self.copy(slice, pinned, host_error)?,
+                Payloads::Host(source) => self.send(self.pieces(slice), *source, host_error)?,
+                Payloads::Kept(source) => self.send(self.pieces(slice), &**source, host_error)?,
+            };
+            let mut copied = if from == side { None } else { Some(self.mark(from)?) };
+            if let Some(copied) = &copied {
+                copied.hold(self.cx, side)?;
             }
             if host_error.is_some() {
                 return Ok(());
@@ -81,21 +86,28 @@ impl Launcher<'_> {
             if self.compares_first() {
                 self.hash(n, side, blob)?;
             }
-            let beside = self.beside();
-            // Hashing waits for the payloads, not for their decoding.
-            beside.map_or(Ok(()), |beside| self.after(side, beside))?;
+            // Hashing waits for the payloads, not for their decoding. It also waits for the stream, through `fork` or here.
+            let beside = match self.beside() {
+                Some(beside) if self.forks() => Some((beside, copied.take().map_or_else(|| self.mark(side), Ok)?)),
+                Some(beside) => Some((beside, self.mark(side)?)),
+                None => None,
+            };
+            let hash_beside = || match &beside {
+                Some((beside, copied)) => copied.hold(self.cx, *beside).and_then(|()| self.hash(n, *beside, blob)),
+                None => Ok(()),
+            };
             // Codec `raw` is decoded faster than its payloads are hashed. If decoding were queued first, its blocks would fill most
             // multiprocessors, and all warps that hash would share the others. Other codecs decode longer, so they are queued first.
             let hashes_first = slice.runs.iter().all(|run| run.group.decoder() == Decoder::Raw);
-            if hashes_first && let Some(beside) = beside {
-                self.hash(n, beside, blob)?;
+            if hashes_first {
+                hash_beside()?;
             }
             if !hashes_all_first {
                 self.expand_frames(slice, side, blob)?;
                 self.launch(slice, side, blob, self.first_mode())?;
             }
-            if !hashes_first && let Some(beside) = beside {
-                self.hash(n, beside, blob)?;
+            if !hashes_first {
+                hash_beside()?;
             }
         }
         if hashes_all_first {
@@ -163,7 +175,7 @@ impl Launcher<'_> {
         let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
         let hashing = self.hashing();
         // The ends of the hashes of both slots of the scratch memory.
-        let mut hashed: [Option<RawEvent>; 2] = [None, None];
+        let mut hashed: [Option<Mark<'_>>; 2] = [None, None];
         for (n, batch) in plan.batches.iter().enumerate() {
             if let Some(hashed) = hashed[n % 2].take() {
                 hashed.hold(self.cx, stream)?;
@@ -205,15 +217,19 @@ impl Launcher<'_> {
         if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
     }
 
+    /// Returns whether [`Launcher::fork`] has streams to fork. The only slice of an application is on the stream itself.
+    fn forks(&self) -> bool {
+        self.prepared.schedule.slices.len() != 1
+    }
+
     /// Makes the side streams, and the stream of payload digests, wait for the stream.
     fn fork(&self) -> Result<()> {
-        let sides = self.prepared.sides.iter().map(OwnStream::raw).chain(self.beside());
-        let mut sides = sides.peekable();
-        if sides.peek().is_none() {
+        if !self.forks() {
             return Ok(());
         }
-        let event = self.mark(self.stream)?;
-        sides.try_for_each(|side| event.hold(self.cx, side))
+        let mut sides = self.prepared.sides.iter().map(OwnStream::raw).chain(self.beside());
+        let mark = self.mark(self.stream)?;
+        sides.try_for_each(|side| mark.hold(self.cx, side))
     }
 
     /// Makes the stream wait for the side streams, and for payload digests.
@@ -327,18 +343,14 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Queues the copies of the payloads of a slice from pinned memory. A single slice is copied on the stream itself, several
-    /// slices on the copy stream. Payloads that the host expands go through the ring.
-    fn copy(&self, slice: &Slice, side: RawStream, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<()> {
+    /// Queues the copies of the payloads of a slice from pinned memory. Payloads that the host expands go through the ring. Returns
+    /// the stream of the copies: the stream itself for a single slice without such payloads, else the copy stream.
+    fn copy(&self, slice: &Slice, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<RawStream> {
         let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
-        if self.prepared.schedule.slices.len() == 1 {
-            self.copy_on(stored, pinned, self.stream)?;
-        } else {
-            let copy = self.prepared.index.device().inner.copy.raw();
-            self.copy_on(stored, pinned, copy)?;
-            self.after(copy, side)?;
-        }
-        if expanded.is_empty() { Ok(()) } else { self.send(expanded, side, &&pinned[..], host_error) }
+        let is_alone = !self.forks() && expanded.is_empty();
+        let copy = if is_alone { self.stream } else { self.prepared.index.device().inner.copy.raw() };
+        self.copy_on(stored, pinned, copy)?;
+        if expanded.is_empty() { Ok(copy) } else { self.send(expanded, &&pinned[..], host_error) }
     }
 
     fn copy_on(&self, pieces: Vec<Piece>, pinned: &PinnedBuffer, stream: RawStream) -> Result<()> {
@@ -360,31 +372,28 @@ impl Launcher<'_> {
     }
 
     /// Records an event behind the work queued on a stream.
-    fn mark(&self, stream: RawStream) -> Result<RawEvent> {
-        let event = RawEvent::new(self.cx, false)?;
-        event.record(self.cx, stream)?;
-        Ok(event)
+    fn mark(&self, stream: RawStream) -> Result<Mark<'_>> {
+        self.prepared.index.device().inner.pools.mark(self.cx, stream)
     }
 
-    /// Queues the copies of payloads through the ring.
-    fn send(&self, pieces: Vec<Piece>, side: RawStream, source: &dyn Source, host_error: &mut Option<Error>) -> Result<()> {
-        let Some(staging) = self.staging else { return Ok(()) };
+    /// Queues the copies of payloads through the ring. Returns the stream of the copies.
+    fn send(&self, pieces: Vec<Piece>, source: &dyn Source, host_error: &mut Option<Error>) -> Result<RawStream> {
         let device = &self.prepared.index.device().inner;
+        let copy = device.copy.raw();
+        let Some(staging) = self.staging else { return Ok(copy) };
         let mut ring = device.ring.lock().unwrap_or_else(PoisonError::into_inner);
         for piece in pieces {
             let sent = if piece.is_expanded {
                 self.expand(&piece, source).and_then(|payloads| {
                     // SAFETY: the staging memory holds all payloads at the offsets of the schedule, and is held.
-                    unsafe { ring.send_bytes(self.cx, device.copy.raw(), staging + piece.at, &payloads) }
+                    unsafe { ring.send_bytes(self.cx, copy, staging + piece.at, &payloads) }
                 })
             } else {
                 (0..piece.bytes).step_by(SLOT_BYTES).try_for_each(|done| {
                     let bytes = (piece.bytes - done).min(SLOT_BYTES as u64) as usize;
                     let read = |offset: usize, out: &mut [u8]| source.read(piece.blob + done + offset as u64, out);
                     // SAFETY: the staging memory holds all payloads at the offsets of the schedule, and is held.
-                    unsafe {
-                        ring.send(self.cx, device.copy.raw(), staging + piece.at + done, bytes, |slot| fill_in_parallel(slot, read))
-                    }
+                    unsafe { ring.send(self.cx, copy, staging + piece.at + done, bytes, |slot| fill_in_parallel(slot, read)) }
                 })
             };
             match sent {
@@ -396,8 +405,7 @@ impl Launcher<'_> {
                 }
             }
         }
-        drop(ring);
-        self.after(device.copy.raw(), side)
+        Ok(copy)
     }
 
     /// Expands the payloads of a piece to codec `raw`, with the padding and order of the staging memory.

@@ -189,14 +189,11 @@ impl<'a> Application<'a> {
         let statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
         let mut last_launch = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = self.staging(&cx, &mut last_launch)?;
-        if let Some(end) = &last_launch.end {
-            end.hold(&cx, raw)?;
-        }
         prepared.ready.hold(&cx, raw)?;
 
         let staging_at = staging.as_ref().map(DeviceSlice::address);
         let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: false, commits };
-        let (done, end) = (Arc::new(RawEvent::new(&cx, false)?), RawEvent::new(&cx, false)?);
+        let done = Arc::new(RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
         let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
         // From here on the memory of all queued work is held, also after an error. The error may have occurred before the streams
@@ -205,8 +202,8 @@ impl<'a> Application<'a> {
         let held = gathered
             .and_then(|()| done.record(&cx, raw))
             .and_then(|()| prepared.reset(&cx, raw))
-            .and_then(|()| end.record(&cx, raw))
-            .and_then(|()| end.hold(&cx, device.pools.reaper.raw()));
+            .and_then(|()| prepared.ready.record(&cx, raw))
+            .and_then(|()| prepared.ready.hold(&cx, device.pools.reaper.raw()));
         std::mem::forget(unwinding);
         let pending = Pending::new(prepared.clone(), done.clone(), statuses);
         if let Err(e) = held {
@@ -217,13 +214,12 @@ impl<'a> Application<'a> {
         // The table counts as sent only on success: after an error the device may still have the old table.
         let _sent = if queued.is_ok() { last_launch.table.take() } else { None };
         last_launch.spare = staging;
-        last_launch.end = Some(end);
         last_launch.done = Some(done);
         queued.map(|host_error| pending.with_host_error(host_error))
     }
 
     /// Queues the application on a stream that is being captured into a graph. Each launch of the graph then runs the
-    /// application. Payloads must be in device or pinned memory.
+    /// application. Payloads must be in device or pinned memory. The host waits for earlier launches of the application.
     ///
     /// # Safety
     /// While the graph may still run, keep the result and the memory of the tensors and payloads. Launches of the graph, and of
@@ -259,8 +255,8 @@ impl<'a> Application<'a> {
             return Err(Error::InvalidArgument("a rebound application must be launched once before it is captured".into()));
         }
         let staging = self.staging(&cx, own_last_launch.as_mut().unwrap_or(&mut own))?;
-        // A captured stream cannot wait for work outside of the capture, so the host waits. `prepare` queued this copy, which is
-        // short.
+        // A captured stream cannot wait for work outside of the capture, so the host waits: for a short copy that `prepare` has
+        // queued, and for earlier launches.
         prepared.ready.wait(&cx)?;
         let staging_at = staging.as_ref().map(DeviceSlice::address);
         let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: true, commits: true };

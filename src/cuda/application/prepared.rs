@@ -58,15 +58,13 @@ pub(super) struct Prepared {
     /// Side streams: slice `n` uses stream `n` mod their number. So a slice does not wait for the last chunks of another slice.
     /// Empty if there is only one slice.
     pub sides: Vec<OwnStream>,
-    /// Recorded behind the copies to this memory.
+    /// Recorded behind the copies to this memory, then behind each launch. The next launch waits for it.
     pub ready: RawEvent,
     pub last_launch: Mutex<LastLaunch>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct LastLaunch {
-    /// Recorded behind the last launch.
-    pub end: Option<RawEvent>,
     /// Recorded behind all work of the last launch that reads the staging memory.
     pub done: Option<Arc<RawEvent>>,
     /// Staging memory of the last launch.

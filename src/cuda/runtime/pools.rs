@@ -5,7 +5,7 @@
 //! reaper has passed its last use.
 
 use super::calls;
-use super::driver::{Entered, OwnStream, RawEvent, check};
+use super::driver::{Entered, OwnStream, RawEvent, RawStream, check};
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
@@ -16,6 +16,8 @@ use std::sync::{Mutex, PoisonError};
 const PINNED_STEP: usize = 64 << 20;
 /// Maximum number of idle streams that are kept for reuse.
 const STREAMS: usize = 32;
+/// Maximum number of events that are kept for reuse.
+const EVENTS: usize = 256;
 
 /// The pools of a device.
 #[derive(Debug)]
@@ -28,6 +30,7 @@ pub(in crate::cuda) struct Pools {
     pinned: Mutex<Vec<Block>>,
     streams: Mutex<Vec<OwnStream>>,
     urgent_streams: Mutex<Vec<OwnStream>>,
+    events: Mutex<Vec<RawEvent>>,
 }
 
 #[derive(Debug)]
@@ -37,6 +40,27 @@ struct Pool(sys::CUmemoryPool);
 unsafe impl Send for Pool {}
 // SAFETY: as above; the driver locks what it shares.
 unsafe impl Sync for Pool {}
+
+/// A point of a stream. Its event is reused as soon as this is dropped: a stream that has begun to wait for an event does not notice
+/// when the event is recorded again.
+#[derive(Debug)]
+pub(in crate::cuda) struct Mark<'a> {
+    event: Option<RawEvent>,
+    pools: &'a Pools,
+}
+
+impl Mark<'_> {
+    /// Makes later work of the stream wait for this point.
+    pub fn hold(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        self.event.as_ref().map_or(Ok(()), |event| event.hold(cx, stream))
+    }
+}
+
+impl Drop for Mark<'_> {
+    fn drop(&mut self) {
+        self.pools.take_back_event(self.event.take());
+    }
+}
 
 /// Pinned memory for reuse. It is free when the event has completed.
 #[derive(Debug)]
@@ -60,6 +84,7 @@ impl Pools {
             pinned: Mutex::default(),
             streams: Mutex::default(),
             urgent_streams: Mutex::default(),
+            events: Mutex::default(),
         })
     }
 
@@ -73,6 +98,27 @@ impl Pools {
     pub fn urgent_stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
         let kept = self.urgent_streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| OwnStream::urgent(cx), Ok)
+    }
+
+    /// Records an event behind the work queued on a stream.
+    pub fn mark(&self, cx: &Entered<'_>, stream: RawStream) -> Result<Mark<'_>> {
+        let mark = Mark { event: Some(self.event(cx)?), pools: self };
+        mark.event.as_ref().map_or(Ok(()), |event| event.record(cx, stream))?;
+        Ok(mark)
+    }
+
+    /// Returns an event that nothing refers to, without timing.
+    fn event(&self, cx: &Entered<'_>) -> Result<RawEvent> {
+        let kept = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        kept.map_or_else(|| RawEvent::new(cx, false), Ok)
+    }
+
+    /// Keeps an event for reuse.
+    fn take_back_event(&self, event: Option<RawEvent>) {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(event) = event.filter(|_| events.len() < EVENTS) {
+            events.push(event);
+        }
     }
 
     /// Returns a stream to the pool.
@@ -130,7 +176,9 @@ impl Pools {
                 None => true,
             };
             if let Some(at) = blocks.iter().position(|block| block.capacity == capacity && free(block)) {
-                return Ok((blocks.swap_remove(at).start, capacity));
+                let Block { start, free_after, .. } = blocks.swap_remove(at);
+                self.take_back_event(free_after);
+                return Ok((start, capacity));
             }
         }
         let mut start: *mut c_void = ptr::null_mut();
@@ -146,7 +194,7 @@ impl Pools {
 
     pub fn unpin(&self, cx: Option<&Entered<'_>>, start: NonNull<u8>, capacity: usize) {
         let Some(cx) = cx else { return }; // the context is lost
-        let event = RawEvent::new(cx, false).and_then(|event| event.record(cx, self.reaper.raw()).map(|()| event));
+        let event = self.event(cx).and_then(|event| event.record(cx, self.reaper.raw()).map(|()| event));
         // Without an event the end of its last use is unknown: leak the memory.
         if let Ok(event) = event {
             let block = Block { start, capacity, free_after: Some(event) };
@@ -166,6 +214,7 @@ impl Pools {
                 calls::cuMemPoolDestroy(pool.0);
             }
         }
+        self.events.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
         for streams in [&mut self.streams, &mut self.urgent_streams] {
             streams.get_mut().unwrap_or_else(PoisonError::into_inner).iter_mut().for_each(|stream| stream.destroy(cx));
         }

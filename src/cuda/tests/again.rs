@@ -359,3 +359,35 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
         drop(drawing);
     }
 }
+
+/// Each call takes the host about a microsecond, and a device may wait for it. Times on the stand-in mean nothing, so calls are
+/// counted. In other orders than *early*, memory of the launch before is still in use.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_launch_takes_few_calls_of_the_driver() {
+    if !stand_in::is_early() {
+        return;
+    }
+    let device = super::device();
+    let sample = Sample::new(Codec::Conditioned);
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
+    let stream = device.stream().unwrap();
+    for mode in MODES {
+        for (route, slice) in [(Route::Device, u64::MAX), (Route::Pinned, u64::MAX), (Route::Pinned, SLICE)] {
+            let laid = sample.laid(device, mode);
+            let plan = ApplyPlan::in_slices(&index, &laid.bindings, mode, payloads(device, &sample.pair, route), slice).unwrap();
+            let application = Application::prepare(plan.digests(false)).unwrap();
+            // The first launch fills the pool of events.
+            application.launch(&stream).unwrap().wait().unwrap();
+            laid.restore(device);
+            stand_in::refuse(None);
+            let pending = application.launch(&stream).unwrap();
+            let calls = stand_in::calls();
+            pending.wait().unwrap();
+            let slices = calls.get("cuMemcpyHtoDAsync_v2").copied().unwrap_or(1);
+            assert!(calls.values().sum::<u64>() <= 26 + 15 * (slices - 1), "{mode:?} {route:?}, {slices} slices: {calls:?}");
+            assert!(calls["cuEventCreate"] <= 1, "{mode:?} {route:?}: {calls:?}");
+            assert!(slice == u64::MAX || slices > 4, "{slices} slices");
+        }
+    }
+}

@@ -16,6 +16,11 @@ pub fn is_used() -> bool {
     std::env::var_os("TPDE_STAND_IN").is_some()
 }
 
+/// Returns whether this process runs on the stand-in, and streams progress as soon as possible.
+pub fn is_early() -> bool {
+    std::env::var_os("TPDE_STAND_IN").is_some_and(|order| order == "early")
+}
+
 /// Sets the decoder of the stand-in for nvCOMP.
 pub fn expand_frames() {
     extern "C" fn expand(frame: *const u8, size: usize, content: *mut u8, room: usize) -> i64 {
