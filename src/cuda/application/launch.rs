@@ -71,12 +71,12 @@ impl Launcher<'_> {
         for (n, slice) in slices.iter().enumerate() {
             let side = self.side(n);
             let from = match payloads {
-                Payloads::Device(_) | Payloads::Part { .. } => side,
+                Payloads::Device(_) | Payloads::Part { .. } => None,
                 Payloads::Pinned(pinned) => self.copy(slice, pinned, host_error)?,
                 Payloads::Host(source) => self.send(self.pieces(slice), *source, host_error)?,
                 Payloads::Kept(source) => self.send(self.pieces(slice), &**source, host_error)?,
             };
-            let mut copied = if from == side { None } else { Some(self.mark(from)?) };
+            let mut copied = from.filter(|from| *from != side).map(|from| self.mark(from)).transpose()?;
             if let Some(copied) = &copied {
                 copied.hold(self.cx, side)?;
             }
@@ -86,10 +86,11 @@ impl Launcher<'_> {
             if self.compares_first() {
                 self.hash(n, side, blob)?;
             }
-            // Hashing waits for the payloads, not for their decoding. It also waits for the stream, through `fork` or here.
+            // Hashing waits for the payloads, not for their decoding. It also waits for the stream: through `fork`, or here if there
+            // is one slice, whose side is the stream.
+            let copied = copied.take().filter(|_| self.forks());
             let beside = match self.beside() {
-                Some(beside) if self.forks() => Some((beside, copied.take().map_or_else(|| self.mark(side), Ok)?)),
-                Some(beside) => Some((beside, self.mark(side)?)),
+                Some(beside) => Some((beside, copied.map_or_else(|| self.mark(side), Ok)?)),
                 None => None,
             };
             let hash_beside = || match &beside {
@@ -217,17 +218,18 @@ impl Launcher<'_> {
         if sides.is_empty() { self.stream } else { sides[n % sides.len()].raw() }
     }
 
-    /// Returns whether [`Launcher::fork`] has streams to fork. The only slice of an application is on the stream itself.
+    /// Returns whether other streams begin with [`Launcher::fork`]. A single slice has no side stream, and `run_slices` makes the
+    /// stream of payload digests wait. Without slices, nothing else makes it wait.
     fn forks(&self) -> bool {
         self.prepared.schedule.slices.len() != 1
     }
 
-    /// Makes the side streams, and the stream of payload digests, wait for the stream.
+    /// Makes the side streams, and the stream of payload digests, wait for the stream, if it [`forks`](Launcher::forks).
     fn fork(&self) -> Result<()> {
-        if !self.forks() {
+        let mut sides = self.prepared.sides.iter().map(OwnStream::raw).chain(self.beside()).peekable();
+        if !self.forks() || sides.peek().is_none() {
             return Ok(());
         }
-        let mut sides = self.prepared.sides.iter().map(OwnStream::raw).chain(self.beside());
         let mark = self.mark(self.stream)?;
         sides.try_for_each(|side| mark.hold(self.cx, side))
     }
@@ -344,13 +346,13 @@ impl Launcher<'_> {
     }
 
     /// Queues the copies of the payloads of a slice from pinned memory. Payloads that the host expands go through the ring. Returns
-    /// the stream of the copies: the stream itself for a single slice without such payloads, else the copy stream.
-    fn copy(&self, slice: &Slice, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<RawStream> {
+    /// the stream of the copies, if there are any: the stream itself for a single slice without such payloads, else the copy stream.
+    fn copy(&self, slice: &Slice, pinned: &PinnedBuffer, host_error: &mut Option<Error>) -> Result<Option<RawStream>> {
         let (expanded, stored): (Vec<_>, Vec<_>) = self.pieces(slice).into_iter().partition(|piece| piece.is_expanded);
         let is_alone = !self.forks() && expanded.is_empty();
         let copy = if is_alone { self.stream } else { self.prepared.index.device().inner.copy.raw() };
         self.copy_on(stored, pinned, copy)?;
-        if expanded.is_empty() { Ok(copy) } else { self.send(expanded, &&pinned[..], host_error) }
+        if expanded.is_empty() { Ok(self.staging.map(|_| copy)) } else { self.send(expanded, &&pinned[..], host_error) }
     }
 
     fn copy_on(&self, pieces: Vec<Piece>, pinned: &PinnedBuffer, stream: RawStream) -> Result<()> {
@@ -376,11 +378,11 @@ impl Launcher<'_> {
         self.prepared.index.device().inner.pools.mark(self.cx, stream)
     }
 
-    /// Queues the copies of payloads through the ring. Returns the stream of the copies.
-    fn send(&self, pieces: Vec<Piece>, source: &dyn Source, host_error: &mut Option<Error>) -> Result<RawStream> {
+    /// Queues the copies of payloads through the ring. Returns the stream of the copies, if there are any.
+    fn send(&self, pieces: Vec<Piece>, source: &dyn Source, host_error: &mut Option<Error>) -> Result<Option<RawStream>> {
+        let Some(staging) = self.staging else { return Ok(None) };
         let device = &self.prepared.index.device().inner;
         let copy = device.copy.raw();
-        let Some(staging) = self.staging else { return Ok(copy) };
         let mut ring = device.ring.lock().unwrap_or_else(PoisonError::into_inner);
         for piece in pieces {
             let sent = if piece.is_expanded {
@@ -405,7 +407,7 @@ impl Launcher<'_> {
                 }
             }
         }
-        Ok(copy)
+        Ok(Some(copy))
     }
 
     /// Expands the payloads of a piece to codec `raw`, with the padding and order of the staging memory.

@@ -208,7 +208,7 @@ impl<'a> Application<'a> {
         let pending = Pending::new(prepared.clone(), done.clone(), statuses);
         if let Err(e) = held {
             // The point at which the device no longer uses the memory is unknown: leak the memory.
-            std::mem::forget((pending, staging, prepared.clone()));
+            std::mem::forget((pending, staging, prepared.clone(), self.payloads.clone()));
             return Err(e);
         }
         // The table counts as sent only on success: after an error the device may still have the old table.
@@ -219,7 +219,7 @@ impl<'a> Application<'a> {
     }
 
     /// Queues the application on a stream that is being captured into a graph. Each launch of the graph then runs the
-    /// application. Payloads must be in device or pinned memory. The host waits for earlier launches of the application.
+    /// application. Payloads must be in device or pinned memory.
     ///
     /// # Safety
     /// While the graph may still run, keep the result and the memory of the tensors and payloads. Launches of the graph, and of
@@ -255,9 +255,9 @@ impl<'a> Application<'a> {
             return Err(Error::InvalidArgument("a rebound application must be launched once before it is captured".into()));
         }
         let staging = self.staging(&cx, own_last_launch.as_mut().unwrap_or(&mut own))?;
-        // A captured stream cannot wait for work outside of the capture, so the host waits: for a short copy that `prepare` has
-        // queued, and for earlier launches.
-        prepared.ready.wait(&cx)?;
+        // A captured stream cannot wait for work outside of the capture, so the host waits. `prepare` queued these copies, which are
+        // short.
+        prepared.copied.wait(&cx)?;
         let staging_at = staging.as_ref().map(DeviceSlice::address);
         let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: true, commits: true };
         let queued = prepared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));

@@ -58,7 +58,9 @@ pub(super) struct Prepared {
     /// Side streams: slice `n` uses stream `n` mod their number. So a slice does not wait for the last chunks of another slice.
     /// Empty if there is only one slice.
     pub sides: Vec<OwnStream>,
-    /// Recorded behind the copies to this memory, then behind each launch. The next launch waits for it.
+    /// Recorded behind the copies to this memory.
+    pub copied: RawEvent,
+    /// Recorded behind these copies, and behind each launch. The next launch waits for it.
     pub ready: RawEvent,
     pub last_launch: Mutex<LastLaunch>,
 }
@@ -138,7 +140,7 @@ impl Prepared {
             return Err(Error::InvalidArgument("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
         }
         let copy = device.copy.raw();
-        let ready = RawEvent::new(&cx, false)?;
+        let (copied, ready) = (RawEvent::new(&cx, false)?, RawEvent::new(&cx, false)?);
         let queueing = device.queueing(&cx, copy);
         // SAFETY: all parts are within the memory that was laid out, and that was allocated or passed for this. It and the pinned
         // memory are held until the copy has completed, also after an error.
@@ -151,7 +153,8 @@ impl Prepared {
             let zeros = if own_head == 0 { offsets.flag + 4 } else { offsets.scratch + own_head } - offsets.nodes;
             copies::fill(&cx, at(offsets.nodes), 0, zeros as usize / 4, copy)?;
         }
-        queueing.end_with(&ready)?;
+        ready.record(&cx, copy)?;
+        queueing.end_with(&copied)?;
         // Kernels use chunk and tensor indexes of the whole pair. Only a span of each array is allocated, so these are the
         // addresses that element 0 would have.
         let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
@@ -227,6 +230,7 @@ impl Prepared {
             statuses,
             flag,
             sides,
+            copied,
             ready,
             last_launch,
         })

@@ -13,7 +13,6 @@ use std::sync::{Mutex, PoisonError};
 
 /// An opened device.
 pub(in crate::cuda) struct Inner {
-    pub context: Context,
     pub kernels: Kernels,
     pub pools: Pools,
     /// The copy stream: copies from the staging ring and from pinned memory. It never waits for a caller's stream.
@@ -21,6 +20,8 @@ pub(in crate::cuda) struct Inner {
     pub ring: Mutex<StagingRing>,
     pub multiprocessors: u32,
     scratch: Mutex<Option<Scratch>>,
+    /// Dropped last, because events of the others are destroyed in it.
+    pub context: Context,
 }
 
 impl Inner {
@@ -28,7 +29,7 @@ impl Inner {
         let cx = context.enter()?;
         let (pools, copy, ring) = (Pools::new(&cx)?, OwnStream::new(&cx)?, StagingRing::new(&cx)?);
         drop(cx);
-        Ok(Self { context, kernels, pools, copy, ring: Mutex::new(ring), multiprocessors, scratch: Mutex::default() })
+        Ok(Self { kernels, pools, copy, ring: Mutex::new(ring), multiprocessors, scratch: Mutex::default(), context })
     }
 
     /// Waits on the host for the work queued on a stream of this crate. Also after an error, none of this work is still running.

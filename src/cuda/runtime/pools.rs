@@ -1,4 +1,4 @@
-//! Pools of memory and streams.
+//! Pools of memory, streams and events.
 //!
 //! No call here waits for work on a caller's stream. Device memory comes from a pool of the driver. It is freed in the order of
 //! the *reaper*, a stream that waits for all users of the memory. Pinned memory is slow to allocate. So it is reused when the
@@ -41,8 +41,8 @@ unsafe impl Send for Pool {}
 // SAFETY: as above; the driver locks what it shares.
 unsafe impl Sync for Pool {}
 
-/// A point of a stream. Its event is reused as soon as this is dropped: a stream that has begun to wait for an event does not notice
-/// when the event is recorded again.
+/// A point of a stream. Its event is reused as soon as this is dropped: a wait is for what the event has recorded when the wait is
+/// queued, not for what it records later.
 #[derive(Debug)]
 pub(in crate::cuda) struct Mark<'a> {
     event: Option<RawEvent>,
@@ -107,7 +107,7 @@ impl Pools {
         Ok(mark)
     }
 
-    /// Returns an event that nothing refers to, without timing.
+    /// Returns an event without timing, for one owner. Waits that were queued for its earlier records are not affected.
     fn event(&self, cx: &Entered<'_>) -> Result<RawEvent> {
         let kept = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| RawEvent::new(cx, false), Ok)

@@ -88,7 +88,7 @@ impl StagingRing {
 
     /// Waits for the last copies, and frees the memory.
     pub fn destroy(&mut self, cx: &Entered<'_>) {
-        self.events.iter().for_each(|event| _ = event.wait(cx));
+        self.events.drain(..).for_each(|event| _ = event.wait(cx));
         // SAFETY: allocated in `new`. No copy reads it any more, and the owner is being dropped.
         unsafe { calls::cuMemFreeHost(self.start.as_ptr().cast()) };
     }

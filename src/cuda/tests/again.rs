@@ -327,6 +327,9 @@ fn work_is_done_in_the_order_in_which_it_was_queued() {
             device.pinned(base.len()).unwrap().fill(0xEE);
             stream.copy(&work, &kept).unwrap();
             drop((work, kept));
+            // Out of place, a launch may follow another one.
+            let is_twice = mode == Mode::OutOfPlace && below(2) == 0;
+            _ = is_twice.then(|| application.launch(stream).unwrap());
             let pending = application.launch(stream).unwrap();
             drop(application);
             stream.copy(&result, &output).unwrap();
@@ -373,6 +376,11 @@ fn a_launch_takes_few_calls_of_the_driver() {
     let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
     let stream = device.stream().unwrap();
     for mode in MODES {
+        let (most, most_per_slice) = match mode {
+            Mode::OutOfPlace => (22, 11),
+            Mode::InPlace(InPlace::AllChecked) => (26, 15),
+            Mode::InPlace(InPlace::ChunkByChunk) => (18, 10),
+        };
         for (route, slice) in [(Route::Device, u64::MAX), (Route::Pinned, u64::MAX), (Route::Pinned, SLICE)] {
             let laid = sample.laid(device, mode);
             let plan = ApplyPlan::in_slices(&index, &laid.bindings, mode, payloads(device, &sample.pair, route), slice).unwrap();
@@ -385,7 +393,8 @@ fn a_launch_takes_few_calls_of_the_driver() {
             let calls = stand_in::calls();
             pending.wait().unwrap();
             let slices = calls.get("cuMemcpyHtoDAsync_v2").copied().unwrap_or(1);
-            assert!(calls.values().sum::<u64>() <= 26 + 15 * (slices - 1), "{mode:?} {route:?}, {slices} slices: {calls:?}");
+            let counted: u64 = calls.values().sum();
+            assert!(counted <= most + most_per_slice * (slices - 1), "{mode:?} {route:?}, {slices} slices: {counted}, {calls:?}");
             assert!(calls["cuEventCreate"] <= 1, "{mode:?} {route:?}: {calls:?}");
             assert!(slice == u64::MAX || slices > 4, "{slices} slices");
         }

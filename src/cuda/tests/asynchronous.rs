@@ -279,6 +279,37 @@ fn a_graph_replays_an_application() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
+fn a_capture_does_not_wait_for_an_earlier_launch() {
+    let device = super::device();
+    let (spinning, sample) = (spinner(device), Sample::new(Codec::Conditioned));
+    let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
+    for mode in MODES {
+        for route in [Route::Pinned, Route::Device] {
+            let mut laid = sample.laid(device, mode);
+            let [busy, captured] = [(); 2].map(|()| device.stream().unwrap());
+            let application = prepare(&index, &laid.bindings, mode, payloads(device, &sample.pair, route)).unwrap();
+            spin(device, spinning, &busy);
+            let pending = application.launch(&busy).unwrap();
+            // SAFETY: handles are made here, used in the order that the driver asks for, and freed once. The graph does not run.
+            unsafe {
+                let _cx = device.inner.context.enter().unwrap();
+                let thread = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+                check(calls::cuStreamBeginCapture_v2(captured.raw(), thread), "begin a capture").unwrap();
+                let in_graph = application.capture(&captured).unwrap();
+                let mut graph = ptr::null_mut();
+                check(calls::cuStreamEndCapture(captured.raw(), &mut graph), "end a capture").unwrap();
+                assert!(!pending.is_done().unwrap(), "{mode:?} {route:?}: the capture has waited");
+                calls::cuGraphDestroy(graph);
+                drop(in_graph);
+            }
+            pending.wait().unwrap();
+            sample.assert_done(device, &mut laid);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
 fn a_graph_is_known_by_its_capture_and_until_it_is_destroyed() {
     let device = super::device();
     let streams = [device.stream().unwrap(), device.stream().unwrap()];
