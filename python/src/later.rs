@@ -1,10 +1,17 @@
 //! Results of work on threads of the pool, for which the interpreter waits later.
 
 use crate::run::spawn;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-/// The result of work that a thread of the pool does.
+type Work<T> = Box<dyn FnOnce() -> T + Send>;
+
+/// The result of work that a thread of the pool does. If no thread has begun it, because all are busy, the thread that waits for it
+/// does it.
 pub struct Later<T> {
+    /// The work, until a thread begins it.
+    work: Mutex<Option<Work<T>>>,
     /// `None` until the work has ended. Then its result, or `Some(None)` after a panic.
     outcome: Mutex<Option<Option<T>>>,
     has_ended: Condvar,
@@ -15,10 +22,15 @@ pub struct Later<T> {
 impl<T: Send + 'static> Later<T> {
     /// Starts work. `None` if no thread can start.
     pub fn start(work: impl FnOnce() -> T + Send + 'static) -> Option<Arc<Self>> {
-        let this = Arc::new(Self { outcome: Mutex::new(None), has_ended: Condvar::new(), process: std::process::id() });
-        // Ends the work also if it panics.
-        let end = End(this.clone());
-        spawn(move || end.with(Some(work()))).ok()?;
+        let work: Work<T> = Box::new(work);
+        let this = Arc::new(Self {
+            work: Mutex::new(Some(work)),
+            outcome: Mutex::new(None),
+            has_ended: Condvar::new(),
+            process: std::process::id(),
+        });
+        let later = this.clone();
+        spawn(move || later.begin()).ok()?;
         Some(this)
     }
 
@@ -36,27 +48,45 @@ impl<T: Send + 'static> Later<T> {
         self.ended()?.clone().flatten()
     }
 
+    /// Waits for at most `time` while other threads do the work. Returns whether there is nothing more to wait for.
+    pub fn ends_within(&self, time: Duration) -> bool {
+        if !self.is_own() {
+            return true;
+        }
+        self.begin();
+        let waited = self.has_ended.wait_timeout_while(locked(&self.outcome), time, |outcome| outcome.is_none());
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// Waits until no thread does the work any more. Work that has not begun is dropped.
+    pub fn abandon(&self) {
+        if self.is_own() && locked(&self.work).take().is_none() {
+            drop(self.ended());
+        }
+    }
+
+    fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    /// Does the work, unless a thread has begun it. A panic in it is dropped.
+    fn begin(&self) {
+        let Some(work) = locked(&self.work).take() else { return };
+        let result = catch_unwind(AssertUnwindSafe(work)).ok();
+        *locked(&self.outcome) = Some(result);
+        self.has_ended.notify_all();
+    }
+
     fn ended(&self) -> Option<MutexGuard<'_, Option<Option<T>>>> {
-        if self.process != std::process::id() {
+        if !self.is_own() {
             return None;
         }
-        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(self.has_ended.wait_while(outcome, |outcome| outcome.is_none()).unwrap_or_else(PoisonError::into_inner))
+        self.begin();
+        let waited = self.has_ended.wait_while(locked(&self.outcome), |outcome| outcome.is_none());
+        Some(waited.unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// Ends work, without a result unless it has ended before.
-struct End<T>(Arc<Later<T>>);
-
-impl<T> End<T> {
-    fn with(&self, result: Option<T>) {
-        self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(result);
-        self.0.has_ended.notify_all();
-    }
-}
-
-impl<T> Drop for End<T> {
-    fn drop(&mut self) {
-        self.with(None);
-    }
+fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -6,6 +6,7 @@ use crate::errors;
 use crate::later::Later;
 use crate::pair::{self, Pair};
 use crate::read_ahead::ReadAhead;
+use crate::run::LOOK;
 use pyo3::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -45,9 +46,12 @@ impl Opening {
         Some(Self { opened, _memory: owner })
     }
 
-    /// Waits until the pair is open. `None` if the pair is being published, which can take long. The second value is `None` if the
+    /// Waits until the pair is open, and looks for signals meanwhile. `None` if the pair is being published, which can take long. The second value is `None` if the
     /// upload of the index failed, or needs more memory.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<(Pair, Option<DevicePair>)>> {
+        while !py.detach(|| self.opened.ends_within(LOOK)) {
+            py.check_signals()?;
+        }
         let opened = py.detach(|| self.opened.take()).unwrap_or(Ok(None)).map_err(|error| errors::to_python(py, &error))?;
         Ok(opened.map(|(pair, index, read)| {
             (Pair::without_base(pair.clone()), index.map(|index| DevicePair::for_one_call(pair, index, read)))
@@ -59,7 +63,7 @@ impl Drop for Opening {
     /// The memory must not be reused while a thread may still upload to it.
     fn drop(&mut self) {
         // Without the interpreter's lock, because work on the pool may need it.
-        let wait = || drop(self.opened.take());
+        let wait = || self.opened.abandon();
         Python::try_attach(|py| py.detach(wait)).unwrap_or_else(wait);
     }
 }

@@ -33,6 +33,11 @@ impl ReadAhead {
 
 fn read(device: &Device, blob: &FileSource) -> Result<PinnedBuffer> {
     let mut buffer = device.pinned(blob.size() as usize)?;
+    if rayon::current_thread_index().is_none() {
+        // The thread that waits reads by itself: all threads of the pool are busy.
+        blob.read(0, &mut buffer)?;
+        return Ok(buffer);
+    }
     let pieces = buffer.par_chunks_mut(PIECE).enumerate();
     pieces.try_for_each(|(i, piece)| blob.read((i * PIECE) as u64, piece))?;
     Ok(buffer)

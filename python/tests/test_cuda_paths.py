@@ -18,6 +18,7 @@ from conftest import Made
 # If TPDE_GPU is set, a missing PyTorch fails here.
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")
 
+import tpde.store  # noqa: E402
 import tpde.torch  # noqa: E402 (needs torch)
 from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
 from test_torch import tensors_of  # noqa: E402
@@ -192,6 +193,36 @@ def test_an_interruption_writes_nothing(where: str, made: Made, monkeypatch: pyt
     monkeypatch.undo()
     assert tpde.torch.apply_(tensors, made.pair) == "applied"
     assert back(tensors) == made.target_bytes
+
+
+def test_an_opening_does_not_wait_for_threads_that_others_keep_busy(made: Made, tmp_path: Path) -> None:
+    """If no thread of the pool is free, the caller opens the pair, and reads its payloads."""
+    store = tpde.store.init(tmp_path / "store")
+    store.put(made.target)
+    busy, is_over = threading.Semaphore(0), threading.Event()
+
+    def blocked(_: str) -> bool:
+        busy.release()
+        is_over.wait(60)
+        return True
+
+    count = os.cpu_count() or 1
+    with ThreadPoolExecutor(2 * count + 1) as threads:
+        gets = [threads.submit(store.get, "main", tmp_path / f"out{i}", tensors=blocked) for i in range(2 * count)]
+        for _ in range(len(os.sched_getaffinity(0))):
+            assert busy.acquire(timeout=30)
+        device = _device.Device.of(DEVICE)
+        memory = device.memory(1 << 20, "a test")
+        opening = _tpde.Opening.start(device.raw, str(made.pair), None, (memory.data_ptr(), memory.numel()), memory)
+        try:
+            pair, on_device = threads.submit(opening.wait).result(timeout=30)
+            assert pair.digest() == _tpde.Pair(str(made.pair)).digest() and on_device is not None
+            # Work that no thread has begun is given up.
+            _tpde.Opening.start(device.raw, str(made.pair), None, (memory.data_ptr(), memory.numel()), memory)
+        finally:
+            is_over.set()
+        for get in gets:
+            get.result()
 
 
 def test_an_opening_gives_its_pair_once(made: Made) -> None:

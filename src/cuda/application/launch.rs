@@ -76,7 +76,7 @@ impl Launcher<'_> {
                 Payloads::Host(source) => self.send(self.pieces(slice), *source, host_error)?,
                 Payloads::Kept(source) => self.send(self.pieces(slice), &**source, host_error)?,
             };
-            let mut copied = from.filter(|from| *from != side).map(|from| self.mark(from)).transpose()?;
+            let copied = from.filter(|from| *from != side).map(|from| self.mark(from)).transpose()?;
             if let Some(copied) = &copied {
                 copied.hold(self.cx, side)?;
             }
@@ -88,7 +88,7 @@ impl Launcher<'_> {
             }
             // Hashing waits for the payloads, not for their decoding. It also waits for the stream: through `fork`, or here if there
             // is one slice, whose side is the stream.
-            let copied = copied.take().filter(|_| self.forks());
+            let copied = copied.filter(|_| self.forks());
             let beside = match self.beside() {
                 Some(beside) => Some((beside, copied.map_or_else(|| self.mark(side), Ok)?)),
                 None => None,
