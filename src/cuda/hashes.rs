@@ -225,7 +225,6 @@ impl Hashes {
     ) -> Result<Self> {
         let device = stream.device();
         let kernel = device.kernels.hash(&device.context)?;
-        let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
         if driver::is_capturing(&cx, stream.raw())? {
             return Err(Error::InvalidArgument("the stream is being captured into a graph, which cannot hold the memory".into()));

@@ -180,7 +180,6 @@ impl<'a> Application<'a> {
         let prepared = &self.prepared;
         let device = &prepared.index.device().inner;
         self.check_device(stream)?;
-        let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
         let raw = stream.raw();
         if driver::is_capturing(&cx, raw)? {
@@ -232,7 +231,6 @@ impl<'a> Application<'a> {
         let prepared = &self.prepared;
         let device = &prepared.index.device().inner;
         self.check_device(stream)?;
-        let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
         let raw = stream.raw();
         if !driver::is_capturing(&cx, raw)? {

@@ -13,7 +13,7 @@ use crate::cuda::plan::schedule::Schedule;
 use crate::cuda::plan::targets::Targets;
 use crate::cuda::plan::{ApplyPlan, SIDES, table_bytes, table_offsets, tensor_range, tensor_table};
 use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
+use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
@@ -94,7 +94,6 @@ impl Prepared {
                 device.kernels.decoder(&device.context, run.group.decoder(), variant)?;
             }
         }
-        let _relaxed = driver::Relaxed::new()?;
         let cx = device.context.enter()?;
         let memory = match caller_memory {
             Some(memory) => memory,
@@ -302,8 +301,6 @@ impl Prepared {
 impl Drop for Prepared {
     fn drop(&mut self) {
         let device = &self.index.device().inner;
-        // `take_back` queries streams, which must be allowed while another thread captures.
-        let _relaxed = driver::Relaxed::new();
         if let Ok(cx) = device.context.enter() {
             self.sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
             if let Some(beside) = self.digests.as_mut().and_then(|digests| digests.beside.take()) {

@@ -53,7 +53,6 @@ impl Device {
         let start = Instant::now();
         let context = Context::open(ordinal)?;
         let cx = context.enter()?;
-        let _relaxed = driver::Relaxed::new()?;
         let with_context = Instant::now();
         let kernels = Kernels::load(&cx)?;
         let with_kernels = Instant::now();

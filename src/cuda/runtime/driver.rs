@@ -109,11 +109,12 @@ impl Context {
         Ok(Self { device, raw })
     }
 
-    /// Makes the context current until the guard is dropped.
+    /// Makes the context current until the guard is dropped. Captures of other streams forbid no call meanwhile, see [`Relaxed`].
     pub fn enter(&self) -> Result<Entered<'_>> {
+        let relaxed = Relaxed::new()?;
         // SAFETY: the context is retained while `self` lives, which the guard borrows.
         check(unsafe { calls::cuCtxPushCurrent_v2(self.raw) }, "make the device's context current")?;
-        Ok(Entered { context: self, here: PhantomData })
+        Ok(Entered { context: self, _relaxed: relaxed, here: PhantomData })
     }
 
     pub fn attribute(&self, which: sys::CUdevice_attribute) -> Result<c_int> {
@@ -153,6 +154,7 @@ fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_
 /// Guard: while it lives, the context is current for this thread.
 pub(in crate::cuda) struct Entered<'a> {
     context: &'a Context,
+    _relaxed: Relaxed,
     /// Not `Send`: a context is current per thread.
     here: PhantomData<*const ()>,
 }
@@ -301,7 +303,9 @@ pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Resul
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
 }
 
-/// Guard: allows this thread to make calls, like allocations, that a capture elsewhere in the process forbids.
+/// Guard: allows this thread to make calls, like allocations, that a capture elsewhere in the process forbids. They do not become
+/// part of the graph. Without it, such a call would also end the capture.
+#[derive(Debug)]
 pub(in crate::cuda) struct Relaxed(u32);
 
 impl Relaxed {

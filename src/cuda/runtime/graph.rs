@@ -1,7 +1,7 @@
 //! Graphs of callers: the capture of a stream, and the destruction of the graph.
 
 use super::calls;
-use super::driver::{self, Entered, RawStream, check};
+use super::driver::{Entered, RawStream, check};
 use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
@@ -18,7 +18,6 @@ pub struct Graph {
 impl Graph {
     /// Returns the graph that the stream is being captured into.
     pub(in crate::cuda) fn of_capture(cx: &Entered<'_>, stream: RawStream) -> Result<Self> {
-        let _relaxed = driver::Relaxed::new()?;
         let not_captured = || Error::InvalidArgument("the stream is not being captured".into());
         let (_, graph) = capture(cx, stream)?.ok_or_else(not_captured)?;
         let is_destroyed = Arc::new(AtomicBool::new(false));

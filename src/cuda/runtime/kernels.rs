@@ -1,6 +1,6 @@
 //! The kernels, compiled for a device.
 
-use super::driver::{Context, Entered, Kernel, Module, Relaxed};
+use super::driver::{Context, Entered, Kernel, Module};
 use crate::cuda::abi;
 use crate::error::Result;
 use std::sync::{Mutex, PoisonError};
@@ -201,6 +201,5 @@ fn load_once<T: Copy>(cell: &Mutex<Option<T>>, context: &Context, load: impl FnO
     if let Some(loaded) = *cell {
         return Ok(loaded);
     }
-    let _relaxed = Relaxed::new()?;
     Ok(*cell.insert(load(&context.enter()?)?))
 }

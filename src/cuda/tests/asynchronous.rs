@@ -2,7 +2,7 @@
 
 use super::super::runtime::calls;
 use super::super::runtime::driver::{Kernel, check};
-use super::super::{Binding, Device, DeviceIndex, Mode, Payloads, Stream};
+use super::super::{Binding, Device, DeviceCheckpoint, DeviceIndex, Mode, Payloads, Stream};
 use super::generated::{Random, lanes};
 use super::laid::{Laid, Route, payloads, prepare, prepare_in_slices};
 use super::stand_in;
@@ -275,6 +275,46 @@ fn a_graph_replays_an_application() {
         }
     }
     eprintln!("graphs replay every mode from device and pinned memory");
+}
+
+/// In the mode of PyTorch's captures, a call like an allocation is refused on every thread, and ends the capture.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_capture_elsewhere_forbids_nothing() {
+    let device = super::device();
+    let sample = Sample::new(Codec::Conditioned);
+    let captured = device.stream().unwrap();
+    // SAFETY: handles are made here, used in the order that the driver asks for, and freed once. The graph does not run.
+    unsafe {
+        let global = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        {
+            let _cx = device.inner.context.enter().unwrap();
+            check(calls::cuStreamBeginCapture_v2(captured.raw(), global), "begin a capture").unwrap();
+        }
+        let memory = device.alloc(5000).unwrap();
+        // Of a size that the pool does not have.
+        let mut pinned = device.pinned(3 << 20).unwrap();
+        device.write(&memory, &[7; 5000]).unwrap();
+        device.read(&memory, &mut pinned[..5000]).unwrap();
+        assert!(pinned[..5000] == [7; 5000]);
+        let data = sample.base.iter().map(|b| &b[..]);
+        let base = MemoryCheckpoint::new(sample.infos.iter().cloned().zip(data)).unwrap();
+        drop(DeviceCheckpoint::upload(device, &base).unwrap());
+        let index = DeviceIndex::upload(device, sample.pair.index()).unwrap();
+        for mode in MODES {
+            let mut laid = sample.laid(device, mode);
+            let stream = device.stream().unwrap();
+            let application = prepare(&index, &laid.bindings, mode, payloads(device, &sample.pair, Route::Pinned)).unwrap();
+            let pending = application.launch(&stream).unwrap();
+            while !pending.is_done().unwrap() {}
+            pending.wait().unwrap();
+            sample.assert_done(device, &mut laid);
+        }
+        let _cx = device.inner.context.enter().unwrap();
+        let mut graph = ptr::null_mut();
+        check(calls::cuStreamEndCapture(captured.raw(), &mut graph), "end a capture").unwrap();
+        calls::cuGraphDestroy(graph);
+    }
 }
 
 #[test]
