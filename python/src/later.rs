@@ -7,8 +7,7 @@ use std::time::Duration;
 
 type Work<T> = Box<dyn FnOnce() -> T + Send>;
 
-/// The result of work that a thread of the pool does. If no thread has begun it, because all are busy, the thread that waits for it
-/// does it.
+/// The result of work that a thread of the pool does. If all of them are busy, the thread that waits for the result does the work.
 pub struct Later<T> {
     /// The work, until a thread begins it.
     work: Mutex<Option<Work<T>>>,
@@ -58,7 +57,8 @@ impl<T: Send + 'static> Later<T> {
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    /// Waits until no thread does the work any more. Work that has not begun is dropped.
+    /// Drops work that no thread has begun. Otherwise waits until the work has ended. There is no result afterwards, so nobody else
+    /// may wait for it.
     pub fn abandon(&self) {
         if self.is_own() && locked(&self.work).take().is_none() {
             drop(self.ended());

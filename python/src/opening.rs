@@ -46,8 +46,8 @@ impl Opening {
         Some(Self { opened, _memory: owner })
     }
 
-    /// Waits until the pair is open, and looks for signals meanwhile. `None` if the pair is being published, which can take long. The second value is `None` if the
-    /// upload of the index failed, or needs more memory.
+    /// Waits until the pair is open, and looks for signals meanwhile. `None` if the pair is being published, which can take long. The
+    /// second value is `None` if the upload of the index failed, or needs more memory.
     fn wait(&self, py: Python<'_>) -> PyResult<Option<(Pair, Option<DevicePair>)>> {
         while !py.detach(|| self.opened.ends_within(LOOK)) {
             py.check_signals()?;

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Capacities of pinned memory are powers of two up to this size in bytes, and multiples of it above.
 const PINNED_STEP: usize = 64 << 20;
@@ -30,7 +30,7 @@ pub(in crate::cuda) struct Pools {
     pinned: Mutex<Vec<Block>>,
     streams: Mutex<Vec<OwnStream>>,
     urgent_streams: Mutex<Vec<OwnStream>>,
-    events: Mutex<Vec<RawEvent>>,
+    events: Mutex<Vec<Arc<RawEvent>>>,
 }
 
 #[derive(Debug)]
@@ -45,20 +45,20 @@ unsafe impl Sync for Pool {}
 /// queued, not for what it records later.
 #[derive(Debug)]
 pub(in crate::cuda) struct Mark<'a> {
-    event: Option<RawEvent>,
+    event: Arc<RawEvent>,
     pools: &'a Pools,
 }
 
 impl Mark<'_> {
     /// Makes later work of the stream wait for this point.
     pub fn hold(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
-        self.event.as_ref().map_or(Ok(()), |event| event.hold(cx, stream))
+        self.event.hold(cx, stream)
     }
 }
 
 impl Drop for Mark<'_> {
     fn drop(&mut self) {
-        self.pools.take_back_event(self.event.take());
+        self.pools.take_back_event(self.event.clone());
     }
 }
 
@@ -67,7 +67,7 @@ impl Drop for Mark<'_> {
 struct Block {
     start: NonNull<u8>,
     capacity: usize,
-    free_after: Option<RawEvent>,
+    free_after: Option<Arc<RawEvent>>,
 }
 
 // SAFETY: nothing else refers to the memory of a block.
@@ -102,21 +102,21 @@ impl Pools {
 
     /// Records an event behind the work queued on a stream.
     pub fn mark(&self, cx: &Entered<'_>, stream: RawStream) -> Result<Mark<'_>> {
-        let mark = Mark { event: Some(self.event(cx)?), pools: self };
-        mark.event.as_ref().map_or(Ok(()), |event| event.record(cx, stream))?;
+        let mark = Mark { event: self.event(cx)?, pools: self };
+        mark.event.record(cx, stream)?;
         Ok(mark)
     }
 
     /// Returns an event without timing, for one owner. Waits that were queued for its earlier records are not affected.
-    fn event(&self, cx: &Entered<'_>) -> Result<RawEvent> {
+    fn event(&self, cx: &Entered<'_>) -> Result<Arc<RawEvent>> {
         let kept = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        kept.map_or_else(|| RawEvent::new(cx, false), Ok)
+        kept.map_or_else(|| RawEvent::new(cx, false).map(Arc::new), Ok)
     }
 
     /// Keeps an event for reuse.
-    fn take_back_event(&self, event: Option<RawEvent>) {
+    fn take_back_event(&self, event: Arc<RawEvent>) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(event) = event.filter(|_| events.len() < EVENTS) {
+        if events.len() < EVENTS {
             events.push(event);
         }
     }
@@ -177,7 +177,7 @@ impl Pools {
             };
             if let Some(at) = blocks.iter().position(|block| block.capacity == capacity && free(block)) {
                 let Block { start, free_after, .. } = blocks.swap_remove(at);
-                self.take_back_event(free_after);
+                free_after.into_iter().for_each(|event| self.take_back_event(event));
                 return Ok((start, capacity));
             }
         }

@@ -18,7 +18,7 @@ pub fn is_used() -> bool {
 
 /// Returns whether this process runs on the stand-in, and streams progress as soon as possible.
 pub fn is_early() -> bool {
-    std::env::var_os("TPDE_STAND_IN").is_some_and(|order| order == "early")
+    is_in_order("early")
 }
 
 /// Sets the decoder of the stand-in for nvCOMP.
@@ -92,7 +92,7 @@ pub fn has_refused(name: &str) -> bool {
 
 /// Returns whether to run tests that select random orders themselves. They run in only one of the orders.
 pub fn draws() -> bool {
-    std::env::var_os("TPDE_STAND_IN").is_some_and(|order| order == "late")
+    is_in_order("late")
 }
 
 /// Makes all streams progress in a random order from the seed, until the result is dropped. It has no effect on a device.
@@ -112,6 +112,10 @@ impl Drop for Drawing {
             set_order(0);
         }
     }
+}
+
+fn is_in_order(name: &str) -> bool {
+    std::env::var_os("TPDE_STAND_IN").is_some_and(|order| order == name)
 }
 
 fn set_order(seed: u64) {
