@@ -15,7 +15,9 @@ use crate::run::{LOOK, run, run_here, tell};
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
-use tpde::cuda::{Application, ApplyChain, ApplyPlan, ChainStep, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer};
+use tpde::cuda::{
+    Application, ApplyChain, ApplyPlan, BlobPart, ChainStep, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer,
+};
 use tpde::{Codec, Error, FileSource, InPlace, Result, Source};
 
 /// Size in bytes of one read of the blob, and of its copy to the device.
@@ -127,14 +129,17 @@ impl DevicePair {
         })
     }
 
-    /// Byte range of a tensor's payloads in the blob, as (start, end). `None` if the CPU has to expand them.
-    fn payloads(&self, py: Python<'_>, name: &str) -> PyResult<Option<(u64, u64)>> {
+    /// Byte range of a tensor's payloads in the blob, as (start, end), and the range of its chunks in the index. `None` if the CPU has
+    /// to expand them.
+    fn payloads(&self, py: Python<'_>, name: &str) -> PyResult<Option<(u64, u64, u32, u32)>> {
         let find = || -> Result<_> {
             let entries = self.index.entries(name);
             if entries.is_empty() {
                 return Err(pair::unknown(name));
             }
             let mut range: Option<(u64, u64)> = None;
+            let of_entries = self.pair.index().entries(name).map(|tensor| tensor.chunks());
+            let chunks = of_entries.reduce(|all, own| all.start.min(own.start)..all.end.max(own.end)).unwrap_or_default();
             for entry in entries {
                 if !self.index.is_decoded_alone(entry)? {
                     return Ok(None);
@@ -144,7 +149,8 @@ impl DevicePair {
                     range = Some(range.map_or((of_entry.start, of_entry.end), |(start, _)| (start, of_entry.end)));
                 }
             }
-            Ok(Some(range.unwrap_or_default()))
+            let (start, end) = range.unwrap_or_default();
+            Ok(Some((start, end, chunks.start, chunks.end)))
         };
         find().map_err(|e| errors::to_python(py, &e))
     }
@@ -254,27 +260,30 @@ impl DevicePair {
         })
     }
 
-    /// Plans how a tensor is rebuilt from payloads that are on the device. `part` holds the bytes of the blob from `start` on.
-    fn plan(&self, py: Python<'_>, output: Memory, base: Vec<Memory>, start: u64, part: Memory) -> PyResult<Plan> {
+    /// Plans how tensors are rebuilt together, from payloads that are on the device. Each part holds the bytes of the blob from its
+    /// offset on.
+    fn plan(&self, py: Python<'_>, outputs: Vec<Memory>, base: Vec<Memory>, parts: Vec<(u64, Memory)>) -> PyResult<Plan> {
         let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned());
         let bound = Bound {
             pair: self.pair.clone(),
             index: self.index.clone(),
             mode: Mode::OutOfPlace,
             is_whole: true,
-            tensors: Unowned::Slices(vec![unowned(&output)]),
+            tensors: Unowned::Slices(outputs.iter().map(unowned).collect()),
             base: Unowned::Slices(base.iter().map(unowned).collect()),
             ahead: None,
         };
         let plan = || -> Result<_> {
             let bindings = bound.bindings()?;
-            // SAFETY: the plan holds the owner of the memory, and the Python half records the tensor with the streams that use it.
-            let payloads = Payloads::Part { at: start, memory: unsafe { part.device_slice() } };
+            // SAFETY: the plan holds the owners of the memory, and the Python half records the tensors with the streams that use them.
+            let part = |(at, memory): &(u64, Memory)| BlobPart { at: *at, memory: unsafe { memory.device_slice() } };
+            let payloads = Payloads::Parts(parts.iter().map(part).collect());
             // A layer rebuilds its weights in every pass. Hashing them each time would cost more than decoding them.
             Ok(ApplyPlan::new(&self.index, &bindings, Mode::OutOfPlace, payloads)?.digests(false))
         };
         let planned = plan().map_err(|e| errors::to_python(py, &e))?;
-        Ok(Plan { planned: Mutex::new(Some((planned, Owners(base.into_iter().chain([output, part]).collect())))) })
+        let owners = base.into_iter().chain(outputs).chain(parts.into_iter().map(|(_, part)| part));
+        Ok(Plan { planned: Mutex::new(Some((planned, Owners(owners.collect())))) })
     }
 }
 

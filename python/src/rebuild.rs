@@ -39,7 +39,7 @@ impl Plan {
     }
 }
 
-/// A prepared out-of-place rebuild of one tensor. It can be launched any number of times.
+/// A prepared out-of-place rebuild of tensors. It can be launched any number of times.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Rebuild {
     application: Application<'static>,
@@ -77,36 +77,47 @@ enum Launch {
     Passed(Result<()>),
 }
 
+impl Launch {
+    fn finish(&mut self) {
+        *self = match std::mem::replace(self, Self::Passed(Ok(()))) {
+            Self::Pending(pending) => Self::Passed(pending.wait()),
+            passed @ Self::Passed(_) => passed,
+        };
+    }
+
+    /// Waits for the outcome, and raises an error.
+    fn pass(&mut self, py: Python<'_>) -> PyResult<()> {
+        self.finish();
+        match self {
+            Self::Passed(Err(error)) => Err(errors::to_python(py, error)),
+            _ => Ok(()),
+        }
+    }
+}
+
 #[pymethods]
 impl Launched {
-    /// Whether the rebuild has finished.
+    /// Whether the rebuild has finished. Raises its error on every call, because a caller may be interrupted before it has recorded
+    /// the error that the first call raised.
     fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
-        let state = match self.state.try_lock() {
+        let mut state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(state)) => state.into_inner(),
             Err(TryLockError::WouldBlock) => return Ok(false), // another thread is in `wait`
         };
-        match &*state {
-            Launch::Pending(pending) => pending.is_done().map_err(|e| errors::to_python(py, &e)),
-            Launch::Passed(_) => Ok(true),
+        if let Launch::Pending(pending) = &*state
+            && !pending.is_done().map_err(|e| errors::to_python(py, &e))?
+        {
+            return Ok(false);
         }
+        state.pass(py).map(|()| true)
     }
 
-    /// Waits until the rebuild has finished. Raises its error on every call, because a caller may be interrupted before it has
-    /// recorded the error that the first call raised.
+    /// Waits until the rebuild has finished. Raises its error as [`Self::is_done`].
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let lock = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        py.detach(|| {
-            let mut state = lock();
-            *state = match std::mem::replace(&mut *state, Launch::Passed(Ok(()))) {
-                Launch::Pending(pending) => Launch::Passed(pending.wait()),
-                passed @ Launch::Passed(_) => passed,
-            };
-        });
-        match &*lock() {
-            Launch::Passed(Err(error)) => Err(errors::to_python(py, error)),
-            _ => Ok(()),
-        }
+        py.detach(|| lock().finish());
+        lock().pass(py)
     }
 }
 

@@ -63,6 +63,10 @@ class World:
         self.violations: list[str] = []
         #: Copies, decodings and uses in the order in which they were queued, with the weight's name.
         self.log: list[tuple[str, str]] = []
+        #: Names of the weights of each decoding, in order.
+        self.launches: list[list[str]] = []
+        #: Number of plans that were made.
+        self.plans = 0
         self.names: dict[int, str] = {}
         self.host: Clock = {}
         self.accesses: list[Access] = []
@@ -117,7 +121,7 @@ class World:
         if isinstance(earlier.by, Call):
             return "" if earlier.by.aborted else f"{by} overwrites what a call still reads; "
         if isinstance(earlier.by, Outcome):
-            earlier.by.spoilt = "raced"
+            earlier.by.spoilt = f"{by} raced with it"
         return f"{by} races with {earlier.by}; "
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,6 +224,9 @@ class FakeDevice:
     def stream(self) -> FakeStream:
         return self.world.main
 
+    def current(self) -> int:
+        return self.world.main.cuda_stream
+
     def is_capturing(self) -> bool:
         return self.world.main.capture is not None
 
@@ -240,7 +247,9 @@ class FakeDevice:
 class FakeModel:
     """Weights on the device. All elements of a weight are the same number, so an output identifies its weight."""
 
-    def __init__(self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool], payload: int = 16) -> None:
+    def __init__(
+        self, world: World, device: FakeDevice, name: str, rows: list[int], copied: list[bool], payload: int | list[int] = 16
+    ) -> None:
         self.world, self.name, self._device, self._raw = world, name, device, self
         self._pair: Any = FakePair(name)
         self._index = torch.empty(1, dtype=torch.uint8)
@@ -254,13 +263,16 @@ class FakeModel:
         self.told: dict[int, int] = {}
         self.payloads: dict[str, int] = {}
         self.weights: list[_prefetch.DeviceWeight] = []
-        for i, (count, is_copied) in enumerate(zip(rows, copied)):
+        payloads = [payload] * len(rows) if isinstance(payload, int) else payload
+        for i, (count, is_copied, bytes) in enumerate(zip(rows, copied, payloads)):
             weight = f"{name}.{i}"
             self.values[weight] = float(world.random.randrange(1, 1 << 20))
             base = torch.zeros(count, 2)
             world.written(base)
             entry = Entry(weight, "F32", [count, 2], "same", weight, True, [(weight, "F32", [count, 2])])
-            made = _prefetch.DeviceWeight(self, entry, [base], torch.empty(payload, dtype=torch.uint8), 0, self.failures)
+            made = _prefetch.DeviceWeight(
+                self, entry, [base], torch.empty(bytes, dtype=torch.uint8), 0, range(i, i + 1), self.failures
+            )
             made.is_copied = is_copied
             made.register()
             self.payloads[weight] = made.payload.data_ptr()
@@ -269,8 +281,8 @@ class FakeModel:
             self.weights.append(made)
         _prefetch.DeviceWeight._largest.clear()
 
-    def plan(self, output: Any, base: Any, start: int, part: Any) -> FakePlan:
-        return FakePlan(self, output, base, part)
+    def plan(self, outputs: list[Any], base: list[Any], parts: list[tuple[int, Any]]) -> FakePlan:
+        return FakePlan(self, outputs, base, [part for _, part in parts])
 
     def _rebuild(self, outputs: list[Any], base: list[Any], progress: None) -> None:
         """Rebuilds a weight in new memory and waits for it."""
@@ -308,7 +320,9 @@ class FakeModel:
         thread = threading.get_ident()
         if self.told.setdefault(fault, thread) == thread and fault not in self.faults:
             self.world.violations.append(f"{self.name} raised {error}, which is not its fault")
-        self.faults.pop(fault, None)
+        # A decoding reports its first fault for all.
+        for known in (fault, *getattr(error, "beside", ())):
+            self.faults.pop(known, None)
 
 
 def fill(address: int, bytes: int, value: float) -> None:
@@ -318,8 +332,12 @@ def fill(address: int, bytes: int, value: float) -> None:
 class FakePlan:
     """A plan, and also the rebuild that is prepared from it."""
 
-    def __init__(self, model: FakeModel, output: Any, base: Any, part: Any) -> None:
-        self.model, self.output, self.reads = model, output, [(m[3], m[3] + m[4]) for m in (*base, part)]
+    def __init__(self, model: FakeModel, outputs: list[Any], base: list[Any], parts: list[Any]) -> None:
+        assert len(outputs) == len(base) == len(parts), "each weight has one base and one payload"
+        model.world.plans += 1
+        self.model = model
+        self.outputs = [(m[0], m[3], m[4]) for m in outputs]
+        self.reads = [[(m[3], m[3] + m[4]) for m in of_one] for of_one in zip(base, parts)]
 
     def bytes(self) -> int:
         return 8
@@ -329,10 +347,12 @@ class FakePlan:
 
     def launch(self, device: FakeDevice, stream: int) -> FakeLaunch:
         with self.model.world.lock:
-            return self._launch(self.model.world, stream)
+            on = self.model.world.streams[stream - 1]
+            self.model.world.launches.append([name for name, _, _ in self.outputs])
+            return FakeLaunch([self._decode(*one, on) for one in zip(self.outputs, self.reads)], on)
 
-    def _launch(self, world: World, stream: int) -> FakeLaunch:
-        name, address, bytes = self.output[0], self.output[3], self.output[4]
+    def _decode(self, output: tuple[str, int, int], reads: list[tuple[int, int]], on: FakeStream) -> Outcome:
+        (name, address, bytes), world = output, self.model.world
         fault = None
         if self.model.damaged.get(name):
             self.model.damaged[name] -= 1
@@ -340,39 +360,43 @@ class FakePlan:
             self.model.faults[fault] = False
         outcome = Outcome(name, fault)
         world.log.append(("decode", name))
-        on = world.streams[stream - 1]
-        accesses = [(address, address + bytes, True), *((begin, end, False) for begin, end in self.reads)]
+        accesses = [(address, address + bytes, True), *((begin, end, False) for begin, end in reads)]
         outcome.spoilt = world.operation(on, accesses, outcome)
-        payload = self.reads[-1][0]
+        payload = reads[-1][0]
         if world.copied.get(payload, payload) != self.model.payloads[name]:
             outcome.spoilt += "is decoded from another payload"
         fill(address, bytes, self.model.values[name])
         for begin in [other for other in world.contents if address <= other < address + bytes]:
             del world.contents[begin]
         world.contents[address] = outcome
-        return FakeLaunch(outcome, on)
+        return outcome
 
     def capture(self, device: FakeDevice, stream: int) -> FakeLaunch:
         return self.launch(device, stream)
 
 
 class FakeLaunch:
-    def __init__(self, outcome: Outcome, stream: FakeStream) -> None:
-        self.outcome, self.world, self.clock = outcome, stream.world, dict(stream.clock)
+    def __init__(self, outcomes: list[Outcome], stream: FakeStream) -> None:
+        self.outcomes, self.world, self.clock = outcomes, stream.world, dict(stream.clock)
         self.is_passed = False
 
     def is_done(self) -> bool:
-        return self.is_passed or self.world.random.random() < 0.5
+        if not self.is_passed and self.world.random.random() < 0.5:
+            return False
+        self.wait()
+        return True
 
     def wait(self) -> None:
         with self.world.lock:
             merge(self.world.host, self.clock)
         self.is_passed = True
-        if self.outcome.spoilt:
-            self.world.violations.append(f"{self.outcome.weight} reports an error, but {self.outcome.spoilt}")
-        if self.outcome.fault is not None:
-            error = tpde.Invalid(f"damage {self.outcome.fault} of {self.outcome.weight}", rule="payload.crc32")
-            error.fault = self.outcome.fault
+        for outcome in self.outcomes:
+            if outcome.spoilt:
+                self.world.violations.append(f"{outcome.weight} reports an error, but {outcome.spoilt}")
+        faults = [outcome for outcome in self.outcomes if outcome.fault is not None]
+        if faults:
+            error = tpde.Invalid(f"damage {faults[0].fault} of {faults[0].weight}", rule="payload.crc32")
+            error.fault, error.beside = faults[0].fault, [outcome.fault for outcome in faults[1:]]
             raise error
 
     check = wait
@@ -417,6 +441,8 @@ def install(world: World, patch: pytest.MonkeyPatch) -> FakeDevice:
         ((_prefetch.Prefetcher, "_made"), (_capture.Graph, "_kept"), (_prefetch.DeviceWeight, "_largest")), world.held
     ):
         patch.setattr(of, name, held)
+    patch.setattr(_prefetch, "ALIGN", 8)  # weights here are small
+    patch.setattr(_prefetch, "PATIENCE", 1)  # so that there are groups after many changes
     for module in (_prefetch, _capture):
         patch.setattr(module, "compute", compute)
         patch.setattr(module, "copy_on", copy_on)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import threading
 import time
@@ -68,6 +69,128 @@ class TestPrefetcher:
         # Each payload is copied once per use, in the order of the decodings, and two copies, or all if fewer, are queued ahead.
         ahead = min(len(copied), 2)
         assert len(decoded) == 3 * len(copied) and seen == (decoded * 2)[ahead : ahead + len(decoded)]
+
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_weights_are_decoded_together_if_a_slot_has_room(self, copied: bool, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        rows, payloads = [2, 2, 2, 2, 2, 2, 2, 8, 7, 1], [16, 16, 16, 16, 16, 16, 16, 64, 8, 8]
+        model = FakeModel(world, device, "m", rows, [copied] * len(rows), payloads)
+        expected = [names(model)[begin:end] for begin, end in ((0, 4), (4, 7), (7, 8), (8, 10))]
+        for turn in range(8):
+            if turn == 4:
+                world.launches.clear()
+                world.log.clear()
+            for weight in model.weights:
+                model.forward(weight)
+        # One group is decoded ahead.
+        begin = expected.index(world.launches[0])
+        assert world.launches == (expected * 5)[begin : begin + len(world.launches)] and len(world.launches) == 4 * 4
+        copies = [name for what, name in world.log if what == "copy"]
+        assert len(copies) == (4 * len(rows) if copied else 0)
+
+    def test_the_order_of_use_changes(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1] * 6 + [8], [False, True] * 3 + [True], [8] * 6 + [64])
+        for weight in model.weights * 4:
+            model.forward(weight)
+        assert max(map(len, world.launches)) == 6
+        for order in ([5, 4, 3, 2, 1, 0], [0, 0, 1, 1, 6], [2, 6, 4], [0, 1, 2, 3, 4, 5, 6]):
+            for _ in range(4):
+                for place in order:
+                    model.forward(model.weights[place])
+            world.launches.clear()
+        for weight in model.weights * 2:
+            model.forward(weight)
+        assert max(map(len, world.launches)) > 1
+
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_an_order_that_depends_on_the_input_needs_no_new_plans(
+        self, copied: bool, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_prefetch, "PATIENCE", 32)
+        world, device = fake
+        model = FakeModel(world, device, "m", [1] * 24 + [8], [copied] * 25, [8] * 24 + [64])
+        choose = random.Random(1)
+        for turn in range(200):
+            if turn == 100:
+                begin = world.plans
+                world.launches.clear()
+            for layer in range(4):  # two weights that are always used, and two of four experts
+                places = [6 * layer, 6 * layer + 1, *choose.sample(range(6 * layer + 2, 6 * layer + 6), 2)]
+                for place in places:
+                    model.forward(model.weights[place])
+            model.forward(model.weights[24])
+        assert world.plans - begin <= 12, "combinations of slots and buffers that had not occurred"
+        assert max(map(len, world.launches)) == 2
+
+    def test_nothing_is_kept_of_models_that_are_gone(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 2], [True, False])
+        for turn in range(20):
+            other = FakeModel(world, device, f"{turn}", [1, 2], [True, False])
+            for weight in [*model.weights, *other.weights] * 3:
+                weight.on_device.forward(weight)
+            del weight
+            other.weights.clear()
+            gc.collect()
+        for weight in model.weights * 2:
+            model.forward(weight)
+        (prefetcher,) = Prefetcher._made.values()
+        for kept in (prefetcher.next, prefetcher.next_copied, prefetcher.repeated, prefetcher.groups):
+            assert len(kept) <= 2
+        assert all(len(slot.rebuilds) <= 6 for slot in prefetcher.slots)
+
+    def test_payloads_of_no_bytes_need_no_buffers(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 1, 8], [False] * 3, [0, 0, 0])
+        for weight in model.weights:
+            assert not _prefetch.DeviceWeight(
+                model, weight.entry, weight.bases, torch.empty(0, dtype=torch.uint8), 0, range(0)
+            ).is_copied
+        for weight in model.weights * 4:
+            model.forward(weight)
+
+    def test_weights_that_cannot_be_decoded_together(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        one, other = (FakeModel(world, device, name, [1, 1], [False] * 2) for name in ("one", "other"))
+        one.weights[1].chunks = range(2000, 2001)  # far from the other weight in the index
+        large = FakeModel(world, device, "large", [8], [False])
+        for weight in [*one.weights, *other.weights, *large.weights] * 4:
+            weight.on_device.forward(weight)
+        assert {len(launch) for launch in world.launches} == {1, 2}
+        assert [launch for launch in world.launches if len(launch) == 2][0] == names(other)
+
+    def test_a_fault_in_a_group_is_raised_and_gone_afterwards(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 1, 1, 8], [False] * 4)
+        for weight in model.weights * 4:
+            model.forward(weight)
+        model.damaged[names(model)[1]] = 1
+        raised = 0
+        for weight in model.weights * 3:
+            try:
+                model.forward(weight)
+            except tpde.Invalid as error:
+                model.raised(error)
+                raised += 1
+        attached_of(model).check()
+        assert raised == 1 and not model.faults
+        assert [len(launch) for launch in world.launches[-2:]] in ([3, 1], [1, 3])
+
+    def test_payloads_are_copied_two_ahead_after_another_order(self, fake: tuple[World, FakeDevice]) -> None:
+        world, device = fake
+        model = FakeModel(world, device, "m", [1, 1, 8, 8, 8], [True] * 5, [8, 8, 40, 40, 40])
+        for order in ([0, 1, 2, 3, 4], [0, 2, 3, 4], [0, 1, 2, 3, 4]):
+            for turn in range(7):
+                if turn == 6:
+                    begin = len(world.log)
+                for place in order:
+                    model.forward(model.weights[place])
+            for now, (what, name) in enumerate(world.log):
+                if what == "decode" and now >= begin:
+                    following = names(model)[order[(order.index(names(model).index(name)) + 1) % len(order)]]
+                    before = [entry for entry in world.log[:now] if entry in (("copy", following), ("use", following))]
+                    assert before[-1] == ("copy", following), f"{following} has not been copied when {name} is decoded"
 
     def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake

@@ -40,12 +40,13 @@ class Search:
     def attach(self) -> None:
         rows = [self.random.choice([1, 2, 3, 8]) for _ in range(self.random.randrange(1, 5))]
         copied = [self.random.random() < 0.5 for _ in rows]
+        payloads = [self.random.choice([8, 16, 40]) for _ in rows]
         self.attached += 1
-        self.models.append(FakeModel(self.world, self.device, f"{self.name} {self.attached}", rows, copied))
+        self.models.append(FakeModel(self.world, self.device, f"{self.name} {self.attached}", rows, copied, payloads))
 
     def forward(self, model: FakeModel) -> None:
-        """Some layers, in order or shuffled."""
-        weights = list(model.weights)
+        """Some layers, in order or shuffled. After a few passes in order, weights are decoded in groups."""
+        weights = list(model.weights) * self.random.randrange(1, 4)
         if self.random.random() < 0.5:
             weights = self.random.choices(weights, k=6)
         for weight in weights:
@@ -232,10 +233,10 @@ def a_slot_keeps_what_it_held_until_it_is_filled(patch: pytest.MonkeyPatch) -> N
 def a_slot_is_published_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
     fill = Prefetcher._fill
 
-    def early(prefetcher: Prefetcher, weight: Any, slot: Any) -> None:
-        slot.publish(weight.handle, slot.begin(), weight.view(slot.memory))
+    def early(prefetcher: Prefetcher, group: list[Any], slot: Any) -> None:
+        slot.publish(slot.begin(), {weight.handle: weight.view(slot.memory) for weight in group})
         patch.setattr(_slot.Slot, "begin", lambda slot: next(slot._generations))
-        fill(prefetcher, weight, slot)
+        fill(prefetcher, group, slot)
 
     patch.setattr(Prefetcher, "_fill", early)
 
@@ -278,14 +279,15 @@ def a_base_is_freed_while_it_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def payload_buffers_keep_what_they_held(patch: pytest.MonkeyPatch) -> None:
-    def late(prefetcher: Prefetcher, weight: Any, buffer: Any) -> None:
-        part = buffer.memory[: weight.payload.numel()]
-        buffer.publish(weight.handle, 0, part)
+    def late(prefetcher: Prefetcher, copied: list[Any], buffer: Any) -> None:
+        parts = list(_prefetch.parts_of(buffer.memory, [weight.payload.numel() for weight in copied]))
+        buffer.publish(0, {weight.handle: part for weight, part in zip(copied, parts)})
         point()
         prefetcher.copying.wait_event(buffer.used)
-        _prefetch.copy_on(prefetcher.copying, part, weight.payload)
+        for weight, part in zip(copied, parts):
+            _prefetch.copy_on(prefetcher.copying, part, weight.payload)
         buffer.filled.record(prefetcher.copying)
-        prefetcher.queued = weight.handle
+        prefetcher.queued = copied[0].handle
 
     patch.setattr(Prefetcher, "_copy", late)
 

@@ -5,19 +5,21 @@ State and its invariants: :mod:`tpde._slot`. In addition, for streams and their 
 7. The memory of a slot is written only on the slot's stream. So work that an interrupted call has queued runs before the next
    filling, and cannot overwrite it.
 8. The filling of a slot waits for the slot's last use (event ``used``). A use waits for the filling (event ``filled``).
-9. The first filling of a slot with a weight waits for the work queued on the prefetcher's stream, and for the work queued when
+9. A slot is filled with a *group*: a weight, and those that follow it, as far as slot and buffer have room. A weight joins a group
+   only if it followed the one before it in two passes in a row. All are of one model, which raises their error.
+10. The first filling of a slot with a weight waits for the work queued on the prefetcher's stream, and for the work queued when
    the weight was created, because its base may still be copied. Base and payload are recorded with the slot's stream, so their
    memory is freed after that stream has read it.
-10. Finalizers can run at any point, even while their thread holds the lock. They record deleted weights, and never wait for a
+11. Finalizers can run at any point, even while their thread holds the lock. They record deleted weights, and never wait for a
     lock.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
@@ -28,9 +30,17 @@ from ._capture import Capture, captured_linear
 from ._device import Device, DevicePair, copy_on
 from ._entry import Entry
 from ._errors import TpdeError
-from ._rebuilt import Weight, compute
-from ._slot import Failures, Slot
+from ._rebuilt import ALIGN, Weight, compute
+from ._slot import Failures, Ready, Slot
 from ._tensor import Memory
+
+
+#: Maximum number of chunks of other weights between those of a group. A decoding needs 40 bytes of memory for each of them.
+MOST_BETWEEN = 1024
+
+#: Number of passes without groups behind a weight whose successor has changed. A new group needs a new plan, so the order must not
+#: depend on the input there, as it does between experts.
+PATIENCE = 32
 
 
 class DeviceSlot(Slot):
@@ -42,8 +52,8 @@ class DeviceSlot(Slot):
         self.stream = stream
         #: Events after the last filling, and after the last use.
         self.filled, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        #: Decoder into this slot and view of the weight, by the weight's handle and the number of the payload buffer.
-        self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, torch.Tensor]] = {}
+        #: Decoder into this slot and views of the weights, by the handle of a group's first weight and the number of the payload buffer.
+        self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, dict[int, torch.Tensor]]] = {}
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,8 @@ class _Launch:
 class Prefetcher:
     """Scratch memory of a stream, which decodes weights ahead of their use.
 
-    It has two slots for weights: one is in use while the other is filled on a side stream. It has two buffers for payloads in
-    pinned memory. A payload is copied to the device as soon as a buffer is free.
+    It has two slots for groups of weights: one is in use while the other is filled on a side stream. It has two buffers for payloads
+    in pinned memory. Those of a group are copied to the device as soon as a buffer is free.
     """
 
     _made: dict[tuple[torch.device, int], Prefetcher] = {}
@@ -78,17 +88,28 @@ class Prefetcher:
         #: Protects all attributes.
         self.lock = threading.Lock()
         self._owner: int | None = None
-        #: Successor of each weight in the last pass, by handle: in order of use, and in order of copies.
+        #: Successor of each weight in the last pass, by handle.
         self.next: dict[int, int] = {}
-        self.next_copied: dict[int, int] = {}
         self.last: int | None = None
+        #: Number of passes in which a weight has had its present successor again. Negative after a change, see ``PATIENCE``.
+        self.repeated: dict[int, int] = {}
+        #: Handles of the weights of each group, by the first one. A new group ends before the first weight of another one, so passes
+        #: in one order come to have the same groups.
+        self.groups: dict[int, list[int]] = {}
+        #: Weights of a group whose payloads were copied together. Key: the first one of the group copied before.
+        self.next_copied: dict[int, tuple[int, ...]] = {}
         self.last_copied: int | None = None
-        #: Handle of the weight whose payload was copied last.
+        #: The first weight of the payloads that were copied last.
         self.queued: int | None = None
         self.pending: deque[_Launch] = deque()
         self.capture: Capture | None = None
         #: Handles of deleted weights.
         self.gone: deque[int] = deque()
+
+    @classmethod
+    def current(cls, device: Device) -> Prefetcher:
+        """Returns the prefetcher of the current stream."""
+        return cls._made.get((device.torch, device.current())) or cls.of(device, device.stream())
 
     @classmethod
     def of(cls, device: Device, stream: torch.cuda.Stream) -> Prefetcher:
@@ -124,10 +145,18 @@ class Prefetcher:
         while self.gone:
             handle = self.gone.popleft()
             for slot in self.slots:
-                for number in (None, *range(len(self.buffers))):
-                    slot.rebuilds.pop((handle, number), None)
-            for following in (self.next, self.next_copied):
-                following.pop(handle, None)
+                for key, (_, views) in list(slot.rebuilds.items()):
+                    if handle in views:
+                        slot.rebuilds.pop(key, None)
+            self.groups.clear()
+            for of_weight in (self.next, self.next_copied, self.repeated):
+                of_weight.pop(handle, None)
+            if self.last == handle:
+                self.last = None
+            if self.last_copied == handle:
+                self.last_copied = None
+            if self.queued == handle:
+                self.queued = None
 
     def settle(self, wait: bool = False) -> None:
         """Records the errors of completed decodings for the models of their weights. With ``wait``, waits for all decodings."""
@@ -139,9 +168,10 @@ class Prefetcher:
         while self.pending:
             launch = self.pending[0]
             try:
-                if not (wait or launch.launched.is_done()):
+                if wait:
+                    launch.launched.wait()
+                elif not launch.launched.is_done():
                     return
-                launch.launched.wait()
             except TpdeError as error:  # not an exception of a signal handler
                 launch.slot.fail(launch.generation, error)
                 launch.failures.add(launch.generation, error)
@@ -161,6 +191,7 @@ class Prefetcher:
         if has_slots and has_buffers:
             return
         self.slots, self.buffers = [], []
+        self.groups.clear()  # they may not fit any more
         # The memory is allocated in stream order. Side streams wait for the stream's earlier uses of this memory.
         slots = [self._slot(dense, stream) for stream in self.decoding[:2]]
         buffers = [self._slot(payload, self.copying) for _ in range(2)] if payload else []
@@ -176,64 +207,112 @@ class Prefetcher:
         memory.record_stream(stream)
         return DeviceSlot(memory, stream)
 
-    def _copy(self, weight: DeviceWeight, buffer: DeviceSlot) -> None:
-        """Queues the copy of a payload into a buffer."""
+    def _copy(self, copied: list[DeviceWeight], buffer: DeviceSlot) -> None:
+        """Queues the copies of payloads into a buffer."""
         generation = buffer.begin()
         self.copying.wait_event(buffer.used)
-        part = buffer.memory[: weight.payload.numel()]
-        copy_on(self.copying, part, weight.payload)
+        parts = list(parts_of(buffer.memory, [weight.payload.numel() for weight in copied]))
+        for weight, part in zip(copied, parts):
+            copy_on(self.copying, part, weight.payload)
         buffer.filled.record(self.copying)
-        buffer.publish(weight.handle, generation, part)
-        self.queued = weight.handle
+        buffer.publish(generation, {weight.handle: part for weight, part in zip(copied, parts)})
+        self.queued = copied[0].handle
 
-    def _payload(self, weight: DeviceWeight) -> int:
-        """Returns the number of the buffer with the weight's payload. Queues a copy if the payload was not prefetched."""
-        number = next((number for number, buffer in enumerate(self.buffers) if buffer.holding(weight.handle)), None)
-        if number is None:
-            # The order of weights differs from the last pass, so the prefetched payloads will not be used.
-            for buffer in self.buffers:
+    def _payloads(self, copied: list[DeviceWeight]) -> int:
+        """Returns the number of the buffer with these payloads. Queues copies if they were not prefetched together."""
+        handles = tuple(weight.handle for weight in copied)
+        number = next((number for number, buffer in enumerate(self.buffers) if _has(buffer, handles)), None)
+        found = None if number is None else self.buffers[number].state
+        for buffer in self.buffers:
+            # Payloads are prefetched in the order of the last pass. If others were copied before these, that order has changed, and
+            # they will not be used.
+            state = buffer.state
+            if isinstance(state, Ready) and not (isinstance(found, Ready) and state.generation >= found.generation):
                 buffer.clear()
+        if number is None:
             number = 0
-            self._copy(weight, self.buffers[number])
+            self._copy(copied, self.buffers[number])
         if self.last_copied is not None:
-            self.next_copied[self.last_copied] = weight.handle
-        self.last_copied = weight.handle
+            self.next_copied[self.last_copied] = handles
+        self.last_copied = handles[0]
         return number
 
     def _copy_ahead(self) -> None:
         """Fills free buffers with the next payloads of the last pass."""
         for buffer in self.buffers:
-            following = self._known(self.next_copied.get(self.queued or 0), buffer.memory.numel())
-            if following is None or not buffer.is_free or any(other.holding(following.handle) for other in self.buffers):
+            following = self.next_copied.get(self.queued or 0)
+            if following is None or not buffer.is_free or any(_has(other, following) for other in self.buffers):
                 continue
-            self._copy(following, buffer)
+            copied = [weight for handle in following if (weight := self._known(handle)) is not None]
+            # Larger weights may have been attached since the buffers were allocated.
+            if len(copied) == len(following) and ends([one.payload.numel() for one in copied])[-1] <= buffer.memory.numel():
+                self._copy(copied, buffer)
 
-    def _known(self, handle: int | None, capacity: float = math.inf) -> DeviceWeight | None:
-        """Returns the weight, or None if it was deleted or its payload does not fit.
-
-        Larger weights may have been attached since the buffers were allocated.
-        """
+    def _known(self, handle: int | None) -> DeviceWeight | None:
+        """Returns the weight, or None if it was deleted."""
         weight = Weight.known.get(handle or 0)
-        if isinstance(weight, DeviceWeight) and weight.device is self.device and weight.payload.numel() <= capacity:
-            return weight
-        return None
+        return weight if isinstance(weight, DeviceWeight) and weight.device is self.device else None
 
-    def _rebuild(self, weight: DeviceWeight, slot: DeviceSlot, number: int | None) -> tuple[_tpde.Rebuild, torch.Tensor]:
-        """Returns the decoder of a weight into a slot, and the view of the weight. The decoder reads the payload or a buffer."""
-        found = slot.rebuilds.get((weight.handle, number))
-        if found is None:
-            part = weight.payload if number is None else self.buffers[number].memory[: weight.payload.numel()]
-            weight.begin_on(slot.stream, self.stream)
+    def _group(self, first: DeviceWeight) -> list[DeviceWeight]:
+        """Returns the group of a weight: the weight, and those behind it that are decoded with it. May replace all slots."""
+        handles = self.groups.get(first.handle)
+        if handles is not None and self.slots:
+            group = [first, *(weight for handle in handles[1:] if (weight := self._known(handle)) is not None)]
+            if len(group) == len(handles):
+                return group
+        self._reserve(first)
+        group = [first]
+        while self._is_steady(group[-1].handle):
+            following = self._known(self.next.get(group[-1].handle))
+            if following is None or following.handle in self.groups or not self._fits([*group, following]):
+                self.groups[first.handle] = [weight.handle for weight in group]
+                break
+            group.append(following)
+        return group
+
+    def _fits(self, group: list[DeviceWeight]) -> bool:
+        """Whether these weights can be decoded together, and slots and buffers have room for them."""
+        first, last = group[0], group[-1]
+        if last in group[:-1] or last.on_device is not first.on_device or last.failures is not first.failures:
+            return False
+        held: dict[str, int] = {}
+        for weight in group:
+            for (name, _, _), base in zip(weight.entry.bases, weight.bases):
+                if held.setdefault(name, base.data_ptr()) != base.data_ptr():
+                    return False  # a plan has one base of a name
+        span = max(weight.chunks.stop for weight in group) - min(weight.chunks.start for weight in group)
+        copied = [weight.payload.numel() for weight in group if weight.is_copied]
+        return (
+            span - sum(len(weight.chunks) for weight in group) <= MOST_BETWEEN
+            and ends([weight.bytes for weight in group])[-1] <= self.slots[0].memory.numel()
+            and (not copied or ends(copied)[-1] <= self.buffers[0].memory.numel())
+        )
+
+    def _rebuild(
+        self, group: list[DeviceWeight], slot: DeviceSlot, number: int | None
+    ) -> tuple[_tpde.Rebuild, dict[int, torch.Tensor]]:
+        """Returns the decoder of a group into a slot, and the views of its weights. The decoder reads payloads, or the buffer."""
+        key, handles = (group[0].handle, number), [weight.handle for weight in group]
+        found = slot.rebuilds.get(key)
+        if found is None or list(found[1]) != handles:
+            for weight in group:
+                weight.begin_on(slot.stream, self.stream)
+            dense = list(parts_of(slot.memory, [weight.bytes for weight in group]))
+            copied = [weight.payload.numel() for weight in group if weight.is_copied]
+            copies = iter(() if number is None else parts_of(self.buffers[number].memory, copied))
+            payloads = [next(copies) if weight.is_copied else weight.payload for weight in group]
             with torch.inference_mode(False):
-                found = weight.rebuild(slot.memory, part, slot.stream)[0], weight.view(slot.memory)
-            slot.rebuilds[weight.handle, number] = found
+                rebuild = rebuild_of(group, dense, payloads, slot.stream)[0]
+                found = rebuild, {weight.handle: weight.view(part) for weight, part in zip(group, dense)}
+            slot.rebuilds[key] = found
         return found
 
-    def _fill(self, weight: DeviceWeight, slot: DeviceSlot) -> None:
-        """Queues the decoding of a weight into a slot."""
+    def _fill(self, group: list[DeviceWeight], slot: DeviceSlot) -> None:
+        """Queues the decoding of a group into a slot."""
         generation = slot.begin()
-        number = self._payload(weight) if weight.is_copied else None
-        rebuild, view = self._rebuild(weight, slot, number)
+        copied = [weight for weight in group if weight.is_copied]
+        number = self._payloads(copied) if copied else None
+        rebuild, views = self._rebuild(group, slot, number)
         buffer = None if number is None else self.buffers[number]
         if buffer is not None:
             slot.stream.wait_event(buffer.filled)
@@ -245,18 +324,29 @@ class Prefetcher:
             buffer.clear()
         # Appended after the events were recorded. If a call is interrupted before that, its decoding may be invalid without an
         # error of the pair, and must not be reported.
-        self.pending.append(_Launch(launched, slot, generation, weight.failures))
-        slot.publish(weight.handle, generation, view)
+        self.pending.append(_Launch(launched, slot, generation, group[0].failures))
+        slot.publish(generation, views)
         if buffer is not None:
             self._copy_ahead()
 
+    def _holding(self, handle: int) -> DeviceSlot | None:
+        """Returns the slot that contains this weight."""
+        for slot in self.slots:
+            if slot.holding(handle) is not None:
+                return slot
+        return None
+
     def _prefetch(self, after: DeviceWeight, used: DeviceSlot) -> None:
-        """Starts to decode the weight that followed in the last pass."""
-        following = self._known(self.next.get(after.handle))
-        if following is None or any(slot.holding(following.handle) for slot in self.slots):
+        """Starts to decode the next group of the last pass. It begins behind the weights that are left in this slot."""
+        state = used.state
+        last: int = next(reversed([*state.views])) if isinstance(state, Ready) else after.handle
+        handle = self.next.get(last)
+        if handle is None or self._holding(handle) is not None:
             return
-        self._reserve(following)
-        self._fill(following, next(slot for slot in self.slots if slot is not used))
+        following = self._known(handle)
+        if following is not None:
+            group = self._group(following)  # may make new slots
+            self._fill(group, next(slot for slot in self.slots if slot is not used))
 
     def linear(
         self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, captured: bool = False
@@ -278,26 +368,62 @@ class Prefetcher:
         self._settle()
         weight.failures.throw()
         handle = weight.handle
-        slot = next((slot for slot in self.slots if slot.holding(handle)), None)
+        slot = self._holding(handle)
         if slot is None:
-            self._reserve(weight)
+            group = self._group(weight)
             slot = next((slot for slot in self.slots if slot.is_free), self.slots[0])
-            self._fill(weight, slot)
+            self._fill(group, slot)
         ready = slot.holding(handle)
         assert ready is not None
         self.stream.wait_event(slot.filled)
-        y = compute(x, ready.view, bias, cast)
+        y = compute(x, ready.views[handle], bias, cast)
         slot.used.record(self.stream)
-        slot.clear()
-        if self.last is not None:
-            self.next[self.last] = handle
-        self.last = handle
+        slot.drop(handle)
+        self._follow(handle)
         try:
             self._prefetch(weight, slot)
         except (TpdeError, torch.OutOfMemoryError):
             # The output is complete. The call of the next weight's layer raises this error.
             pass
         return y
+
+    def _follow(self, handle: int) -> None:
+        """Notes that this weight was used after the last one."""
+        last, self.last = self.last, handle
+        if last is None:
+            return
+        before = self.next.get(last)
+        if before == handle:
+            self.repeated[last] += 1
+            return
+        if self._is_steady(last):
+            self.groups.clear()
+        self.repeated[last] = 0 if before is None else -PATIENCE
+        self.next[last] = handle
+
+    def _is_steady(self, handle: int) -> bool:
+        """Whether a weight can be in a group with its successor."""
+        return self.repeated.get(handle, 0) > 0
+
+
+def ends(sizes: list[int]) -> list[int]:
+    """Ends of parts of these sizes in bytes, which lie one behind the other and begin at multiples of ``ALIGN``."""
+    found, end = [], 0
+    for size in sizes:
+        end = -(-end // ALIGN) * ALIGN + size
+        found.append(end)
+    return found
+
+
+def parts_of(memory: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
+    """Parts of these sizes in bytes. Their ends are those of :func:`ends`."""
+    return (memory[end - size : end] for end, size in zip(ends(sizes), sizes))
+
+
+def _has(buffer: DeviceSlot, handles: tuple[int, ...]) -> bool:
+    """Whether the buffer contains the payloads of these weights and no others."""
+    state = buffer.state
+    return isinstance(state, Ready) and tuple(state.views) == handles
 
 
 class DeviceWeight(Weight):
@@ -310,6 +436,7 @@ class DeviceWeight(Weight):
         base: list[torch.Tensor],
         payload: torch.Tensor,
         start: int,
+        chunks: range,
         failures: Failures | None = None,
     ) -> None:
         super().__init__(on_device._pair, entry, base, failures)
@@ -318,8 +445,10 @@ class DeviceWeight(Weight):
         self.torch_device = self.device.torch
         #: Bytes of the blob from ``start`` on, in device memory or pinned memory.
         self.payload = payload
-        self.is_copied = payload.device.type == "cpu"
+        self.is_copied = payload.device.type == "cpu" and payload.numel() > 0
         self.start = start
+        #: Chunks of the weight in the index.
+        self.chunks = chunks
         #: Event on the creating stream, on which copies of base and payload may still be queued.
         self.made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.made.record(self.device.stream())
@@ -354,21 +483,8 @@ class DeviceWeight(Weight):
                 read.record_stream(stream)
 
     def rebuild(self, dense: torch.Tensor, part: torch.Tensor, stream: torch.cuda.Stream) -> tuple[_tpde.Rebuild, torch.Tensor]:
-        """Returns a decoder of the weight from ``part`` into ``dense``, and the decoder's working memory.
-
-        The decoder has no references to ``part``, ``dense`` and the base. The caller must keep them while the decoder runs.
-        """
-        output, base = self._unowned(self.memory(dense)), list(map(self._unowned, self.base_memory()))
-        payload: Memory = ("", "U8", [part.numel()], part.data_ptr(), part.numel(), None)
-        plan = self.on_device._raw.plan(output, base, self.start, payload)
-        memory = self.device.memory(plan.bytes(), "decoding a weight")
-        for used in (memory, self.on_device._index):
-            used.record_stream(stream)
-        return plan.prepare(("", "U8", [memory.numel()], memory.data_ptr(), memory.numel(), memory)), memory
-
-    @staticmethod
-    def _unowned(memory: Memory) -> Memory:
-        return (*memory[:5], None)
+        """As :func:`rebuild_of`, for this weight alone."""
+        return rebuild_of([self], [dense], [part], stream)
 
     def check(self) -> None:
         self.rebuilt()
@@ -379,4 +495,30 @@ class DeviceWeight(Weight):
         return self.view(own)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
-        return Prefetcher.of(self.device, self.device.stream()).linear(self, x, bias, cast, self.device.is_capturing())
+        return Prefetcher.current(self.device).linear(self, x, bias, cast, self.device.is_capturing())
+
+
+def rebuild_of(
+    group: list[DeviceWeight], dense: list[torch.Tensor], payloads: list[torch.Tensor], stream: torch.cuda.Stream
+) -> tuple[_tpde.Rebuild, torch.Tensor]:
+    """Returns a decoder of weights of one pair from their payloads into ``dense``, and the decoder's working memory.
+
+    The decoder has no references to ``payloads``, ``dense`` and the bases. The caller must keep them while the decoder runs.
+    """
+    on_device, device = group[0].on_device, group[0].device
+    outputs = [_unowned(weight.memory(part)) for weight, part in zip(group, dense)]
+    bases = {memory[0]: _unowned(memory) for weight in group for memory in weight.base_memory()}
+    parts = [(weight.start, _unowned(_bytes_of(part))) for weight, part in zip(group, payloads)]
+    plan = on_device._raw.plan(outputs, list(bases.values()), parts)
+    memory = device.memory(plan.bytes(), "decoding a weight")
+    for used in (memory, on_device._index):
+        used.record_stream(stream)
+    return plan.prepare(_bytes_of(memory)), memory
+
+
+def _bytes_of(memory: torch.Tensor) -> Memory:
+    return "", "U8", [memory.numel()], memory.data_ptr(), memory.numel(), memory
+
+
+def _unowned(memory: Memory) -> Memory:
+    return (*memory[:5], None)

@@ -149,7 +149,8 @@ class HostWeight(Weight):
         slot = self._slot()
         generation = slot.begin()
         self._decode(slot.memory)
-        ready = slot.publish(self.handle, generation, self.view(slot.memory))
-        y = compute(x, ready.view, bias, cast)
+        weight = self.view(slot.memory)
+        slot.publish(generation, {self.handle: weight})
+        y = compute(x, weight, bias, cast)
         slot.clear()
         return y

@@ -3,9 +3,10 @@
 Several threads, streams and signal handlers share this state, and a signal handler can raise an exception between any two
 bytecodes. The rest of the code relies on these invariants:
 
-1. A slot is *empty*, *filling*, *ready(weight, generation)* or *failed(error)*. Each transition is one method, and one assignment:
+1. A slot is *empty*, *filling*, *ready(weights, generation)* or *failed(error)*. Each transition is one method, and one assignment:
 
        any ─ begin ─▶ filling ─ publish ─▶ ready ─ fail ─▶ failed
+       ready ─ drop ─▶ ready without the weight, or empty
        any ─ clear ─▶ empty
 
 2. The content of the memory is valid only in state *ready*. ``begin`` is called before the first write to the memory,
@@ -21,6 +22,7 @@ bytecodes. The rest of the code relies on these invariants:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -29,12 +31,11 @@ import torch
 
 @dataclass(frozen=True)
 class Ready:
-    """State of a slot that contains a weight, or a payload."""
+    """State of a slot that contains weights, or payloads."""
 
-    weight: int
+    #: Contents of the memory as tensors, by the handles of the weights, in the order of their use. Not empty.
+    views: Mapping[int, torch.Tensor]
     generation: int
-    #: Content of the memory, as a tensor.
-    view: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ State = Union[str, Ready, Failed]
 
 
 class Slot:
-    """Memory for one weight or one payload, with its state."""
+    """Memory for weights that are decoded together, or for their payloads, with its state."""
 
     _generations = itertools.count(1)
 
@@ -65,7 +66,7 @@ class Slot:
     def holding(self, weight: int) -> Ready | None:
         """Returns the state if the memory contains this weight, otherwise None."""
         state = self._state
-        return state if isinstance(state, Ready) and state.weight == weight else None
+        return state if isinstance(state, Ready) and weight in state.views else None
 
     @property
     def is_free(self) -> bool:
@@ -77,11 +78,18 @@ class Slot:
         self._state = FILLING
         return next(self._generations)
 
-    def publish(self, weight: int, generation: int, view: torch.Tensor) -> Ready:
+    def publish(self, generation: int, views: Mapping[int, torch.Tensor]) -> Ready:
         """Makes the content valid. Call this after all writes to the memory are queued or done."""
-        ready = Ready(weight, generation, view)
+        ready = Ready(views, generation)
         self._state = ready
         return ready
+
+    def drop(self, weight: int) -> None:
+        """Marks a weight as not needed. No effect unless the memory contains it."""
+        ready = self.holding(weight)
+        if ready is not None:
+            rest = {handle: view for handle, view in ready.views.items() if handle != weight}
+            self._state = Ready(rest, ready.generation) if rest else EMPTY
 
     def clear(self) -> None:
         """Marks the content as not needed."""

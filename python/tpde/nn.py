@@ -372,15 +372,16 @@ class _OpenedPair:
             return None
         on_host = [tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in base]
         base = [tensor.detach().pin_memory() if pinned else tensor for tensor, pinned in zip(base, on_host)]
-        start, end = span
+        start, end, first, last = span
+        chunks = range(first, last)
         if on_device._blob is not None:
-            return DeviceWeight(on_device, entry, base, on_device._blob, 0, self.failures)
+            return DeviceWeight(on_device, entry, base, on_device._blob[start:end], start, chunks, self.failures)
         stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads
         payload = torch.empty(end - start, dtype=torch.uint8, device="cpu", pin_memory=stays == "pinned")
         on_device._raw.read_payloads(start, ("", "U8", [end - start], payload.data_ptr(), end - start, payload))
         if stays == "device":
             payload = payload.to(device)
-        return DeviceWeight(on_device, entry, base, payload, start, self.failures)
+        return DeviceWeight(on_device, entry, base, payload, start, chunks, self.failures)
 
     def rebuilt(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """The tensor of the target."""

@@ -248,7 +248,7 @@ fn can_change(payloads: &Payloads<'_>) -> bool {
     match payloads {
         Payloads::Host(source) => source.in_memory().is_none(),
         Payloads::Kept(source) => source.in_memory().is_none(),
-        Payloads::Pinned(_) | Payloads::Device(_) | Payloads::Part { .. } => false,
+        Payloads::Pinned(_) | Payloads::Device(_) | Payloads::Parts(_) => false,
     }
 }
 

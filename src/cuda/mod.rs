@@ -72,7 +72,7 @@ pub use index::DeviceIndex;
 pub use nvcomp::Nvcomp;
 pub use plan::ApplyPlan;
 pub use plan::binding::Binding;
-pub use plan::payloads::{Mode, Payloads};
+pub use plan::payloads::{BlobPart, Mode, Payloads};
 pub use rebuild::Rebuild;
 pub use rows::Rows;
 pub use runtime::device::{Device, FirstCall};

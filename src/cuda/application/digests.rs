@@ -36,6 +36,14 @@ struct Parameter {
     records: u32,
 }
 
+/// Where the kernels that compare digests report: the address of their status words, and that of the flag to set if a digest
+/// differs, or 0.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Report {
+    pub statuses: u64,
+    pub flag: u64,
+}
+
 /// The digests of an application that are compared on the device.
 #[derive(Debug)]
 pub(super) struct DeviceDigests {
@@ -57,8 +65,6 @@ impl DeviceDigests {
         let device = &index.device().inner;
         let kernel = device.kernels.digests(&device.context)?;
         let at = |offset: u64| at_zero + offset;
-        // Kernels use chunk indexes of the whole pair, so these are the addresses that element 0 would have.
-        let from_zero = |offset: u64, bytes: u64| at(offset).wrapping_sub(u64::from(span.start) * bytes);
         let parameter = Parameter {
             pieces: at(offsets.pieces),
             warps: at(offsets.warps),
@@ -68,15 +74,13 @@ impl DeviceDigests {
                 (false, true) => 0,
                 (false, false) => index.uploaded.payload_list,
             },
-            found: from_zero(offsets.list, 16),
-            statuses: from_zero(offsets.digest_statuses, 4),
+            found: at(offsets.list),
             ..Parameter::default()
         };
         let list = plan.list.as_ref().map(|(_, warps)| Parameter {
             chunks: at(offsets.list_record),
             blob: at(offsets.list),
             root: index.uploaded.payload_root,
-            statuses: at(offsets.digest_statuses),
             first: warps.start,
             count: warps.len() as u32,
             flags: OF_LIST,
@@ -98,7 +102,7 @@ impl DeviceDigests {
                 pinned = &buffer[..];
                 &pinned
             }
-            Payloads::Device(_) | Payloads::Part { .. } => {
+            Payloads::Device(_) | Payloads::Parts(_) => {
                 return Err(Error::InvalidArgument("payloads of codec zstd in device memory".into()));
             }
         };
@@ -137,29 +141,34 @@ impl DeviceDigests {
         self.list.is_some()
     }
 
-    /// Returns the address that the status word of chunk 0 would have.
-    pub fn statuses(&self) -> u64 {
-        self.parameter.statuses
-    }
-
-    /// Queues the digests of slice `n`. `flag` is the address of the flag to set if a digest differs, or 0.
+    /// Queues the digests of slice `n`. The status words begin where that of chunk 0 would be.
     ///
     /// # Safety
-    /// `records` and `blob` are those of the launch, and remain valid until the stream has completed.
-    pub unsafe fn hash(&self, cx: &Entered<'_>, stream: RawStream, n: usize, records: u64, blob: u64, flag: u64) -> Result<()> {
+    /// `chunks`, `blob` and `report` are those of the launch, and remain valid until the stream has completed.
+    pub unsafe fn hash(
+        &self,
+        cx: &Entered<'_>,
+        stream: RawStream,
+        n: usize,
+        (chunks, blob): (u64, u64),
+        report: Report,
+    ) -> Result<()> {
         let warps = &self.slices[n];
         if warps.is_empty() {
             return Ok(());
         }
-        let parameter = Parameter { chunks: records, blob, flag, first: warps.start, count: warps.len() as u32, ..self.parameter };
+        let Report { statuses, flag } = report;
+        let (first, count) = (warps.start, warps.len() as u32);
+        let parameter = Parameter { chunks, blob, statuses, flag, first, count, ..self.parameter };
         // SAFETY: the pieces cover the payloads, whose sizes a validated index has. The rest is promised by the caller.
         unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
     }
 
-    /// Queues the comparison of the payload list with the payload root, if the list is formed on the device.
-    pub fn compare_list(&self, cx: &Entered<'_>, stream: RawStream, flag: u64) -> Result<()> {
+    /// Queues the comparison of the payload list with the payload root, if the list is formed on the device. The status words begin
+    /// with that of the first chunk of the span.
+    pub fn compare_list(&self, cx: &Entered<'_>, stream: RawStream, report: Report) -> Result<()> {
         let Some(list) = &self.list else { return Ok(()) };
-        let parameter = Parameter { flag, ..*list };
+        let parameter = Parameter { statuses: report.statuses, flag: report.flag, ..*list };
         // SAFETY: list, record and pieces are in the memory of the application, which is held until the stream has completed.
         unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
     }

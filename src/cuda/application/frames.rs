@@ -150,19 +150,14 @@ impl Frames {
         (self.parameter.expanded, self.parameter.payloads)
     }
 
-    /// Makes the kernels replace payloads with a wrong digest. `statuses` is the address that the digest's status word of chunk 0
-    /// would have.
-    pub fn set_digests(&mut self, statuses: u64) {
-        self.parameter.digests = statuses;
-    }
-
     /// Returns the address that the status word of chunk 0 would have.
     pub fn statuses(&self) -> u64 {
         self.parameter.statuses
     }
 
     /// Queues check, expansion and conversion to payloads. The addresses are those of the launch: records as stored, blob, tensor
-    /// table, and order from the first frame on.
+    /// table, and order from the first frame on. `digests` is where the digest's status word of chunk 0 would be, or 0: payloads
+    /// with a wrong digest are replaced.
     ///
     /// # Safety
     /// The addresses hold the data of the index, and remain valid until the stream has completed.
@@ -170,12 +165,9 @@ impl Frames {
         &self,
         cx: &Entered<'_>,
         stream: RawStream,
-        stored: u64,
-        blob: u64,
-        tensors: u64,
-        order: u64,
+        [stored, blob, tensors, order, digests]: [u64; 5],
     ) -> Result<()> {
-        let parameter = Parameter { stored, blob, tensors, order, ..self.parameter };
+        let parameter = Parameter { stored, blob, tensors, order, digests, ..self.parameter };
         let FrameKernels { check, expand } = self.trusted.kernels;
         // SAFETY: promised by the caller. The index has checked the sizes of contents and payloads, and their memory was
         // allocated. `trust` promised frames of a trusted writer, and `tpde_frames_check` replaces damaged frames.

@@ -1,6 +1,6 @@
 //! Queues an application: copies of payloads, and launches of kernels.
 
-use super::digests::DeviceDigests;
+use super::digests::{DeviceDigests, Report};
 use super::prepared::Prepared;
 use super::targets::Table;
 use crate::apply::InPlace;
@@ -32,12 +32,14 @@ pub(super) struct Launcher<'a> {
     pub in_order: bool,
     /// Whether changes are stored after all checks.
     pub commits: bool,
+    /// Address of the status words that kernels write: of chunks, of payload digests, and of targets.
+    pub statuses: u64,
 }
 
 impl Launcher<'_> {
     /// Queues all work. An error of the host, while it reads or expands payloads, stops the queueing and is returned as `Some`.
     /// Work that was queued before the error may have written to the outputs.
-    pub fn run(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<Option<Error>> {
+    pub fn run(&self, payloads: &Payloads<'_>, words: &PinnedBuffer) -> Result<Option<Error>> {
         let blob = self.blob(payloads);
         let mut host_error = None;
         self.fork()?;
@@ -61,7 +63,7 @@ impl Launcher<'_> {
             self.join()?;
             queued?;
         }
-        self.copy_statuses_back(statuses)?;
+        self.copy_frame_statuses(words)?;
         Ok(host_error)
     }
 
@@ -71,7 +73,7 @@ impl Launcher<'_> {
         for (n, slice) in slices.iter().enumerate() {
             let side = self.side(n);
             let from = match payloads {
-                Payloads::Device(_) | Payloads::Part { .. } => None,
+                Payloads::Device(_) | Payloads::Parts(_) => None,
                 Payloads::Pinned(pinned) => self.copy(slice, pinned, host_error)?,
                 Payloads::Host(source) => self.send(self.pieces(slice), *source, host_error)?,
                 Payloads::Kept(source) => self.send(self.pieces(slice), &**source, host_error)?,
@@ -139,9 +141,10 @@ impl Launcher<'_> {
         self.prepared.targets.as_ref()?.beside.as_ref().map(OwnStream::raw).filter(|_| !self.in_order)
     }
 
-    /// Returns the address of the flag that a wrong digest sets: if it is set, nothing is stored in place.
-    fn digest_flag(&self) -> u64 {
-        if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 }
+    /// Returns where digests with these status words are reported. A wrong one sets the flag: then nothing is stored in place.
+    fn report(&self, statuses: u64) -> Report {
+        let flag = if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 };
+        Report { statuses, flag }
     }
 
     /// Queues the payload digests of slice `n`, whose payloads are in the order of the stream.
@@ -149,13 +152,15 @@ impl Launcher<'_> {
         let Some(digests) = &self.prepared.digests else { return Ok(()) };
         // SAFETY: the records come from a validated index, and payloads are where the records say. All of it is held until the
         // stream has completed.
-        unsafe { digests.hash(self.cx, stream, n, self.prepared.records, blob, self.digest_flag()) }
+        unsafe { digests.hash(self.cx, stream, n, (self.prepared.records, blob), self.report(self.digest_statuses())) }
     }
 
     /// Queues the comparison of the payload list with the payload root, if the index has only the root.
     fn compare_list(&self) -> Result<()> {
         let Some(digests) = &self.prepared.digests else { return Ok(()) };
-        digests.compare_list(self.cx, self.beside().unwrap_or(self.stream), self.digest_flag())
+        // If the list differs, all chunks of the span get its status.
+        let statuses = self.statuses + 4 * self.prepared.schedule.span.len() as u64;
+        digests.compare_list(self.cx, self.beside().unwrap_or(self.stream), self.report(statuses))
     }
 
     /// Queues the expansion of the frames of a slice by nvCOMP.
@@ -166,7 +171,7 @@ impl Launcher<'_> {
         let order = order + 4 * run.order.start as u64;
         // SAFETY: records and tensors come from a validated index, payloads are where the records say, and the frames were
         // prepared for this run. All of it is held until the stream has completed.
-        unsafe { frames.expand(self.cx, stream, records, blob, tensors, order) }
+        unsafe { frames.expand(self.cx, stream, [records, blob, tensors, order, self.refused()]) }
     }
 
     /// Queues the comparison of the targets with their digests if everything is checked before it is stored: batch by batch, in
@@ -187,7 +192,7 @@ impl Launcher<'_> {
             }
             // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed. Launches with the
             // same nodes are on one stream.
-            unsafe { targets.compare(self.cx, hashing.unwrap_or(stream), &batch.hashes, self.digest_flag())? };
+            unsafe { targets.compare(self.cx, hashing.unwrap_or(stream), &batch.hashes, self.report(self.target_statuses()))? };
             hashed[n % 2] = hashing.map(|hashing| self.mark(hashing)).transpose()?;
         }
         hashing.map_or(Ok(()), |hashing| self.after(hashing, stream))
@@ -198,7 +203,7 @@ impl Launcher<'_> {
         let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
         let Some(stored) = &plan.stored else { return Ok(()) };
         // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed.
-        unsafe { targets.compare(self.cx, self.stream, stored, 0) }
+        unsafe { targets.compare(self.cx, self.stream, stored, Report { statuses: self.target_statuses(), flag: 0 }) }
     }
 
     /// Queues the pass that stores the changes. A dry pass over all chunks has been queued before.
@@ -247,8 +252,8 @@ impl Launcher<'_> {
         self.join()
     }
 
-    /// Queues all work on one stream, for graphs. Otherwise as [`Launcher::run`].
-    pub fn run_in_order(&self, payloads: &Payloads<'_>, statuses: &PinnedBuffer) -> Result<()> {
+    /// Queues all work on one stream, for graphs, and the copy of the status words to `words`. Otherwise as [`Launcher::run`].
+    pub fn run_in_order(&self, payloads: &Payloads<'_>, words: &PinnedBuffer) -> Result<()> {
         let blob = self.blob(payloads);
         for (n, slice) in self.prepared.schedule.slices.iter().enumerate() {
             if let Payloads::Pinned(pinned) = payloads {
@@ -266,12 +271,29 @@ impl Launcher<'_> {
             let mut slices = self.prepared.schedule.slices.iter();
             slices.try_for_each(|slice| self.launch(slice, self.stream, blob, mode::COMMIT))?;
         }
-        self.copy_statuses_back(statuses)
+        // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
+        // graph has run. Both are held until then.
+        unsafe { copies::copy_out(self.cx, words.as_ptr(), self.statuses, 4 * self.prepared.own_status_words(), self.stream) }
+    }
+
+    /// Returns the address that the status word of chunk 0 would have.
+    fn chunk_statuses(&self) -> u64 {
+        self.statuses.wrapping_sub(4 * u64::from(self.prepared.schedule.span.start))
+    }
+
+    /// Returns the address that the digests' status word of chunk 0 would have.
+    fn digest_statuses(&self) -> u64 {
+        self.chunk_statuses().wrapping_add(4 * self.prepared.schedule.span.len() as u64)
+    }
+
+    /// Returns the address of the status word of the first target.
+    fn target_statuses(&self) -> u64 {
+        self.statuses + 4 * self.prepared.target_statuses() as u64
     }
 
     /// Returns the address of the digests' status words, for kernels that decode only compared payloads; otherwise 0.
     fn refused(&self) -> u64 {
-        self.prepared.digests.as_ref().filter(|_| self.compares_first()).map_or(0, DeviceDigests::statuses)
+        if self.prepared.digests.is_some() && self.compares_first() { self.digest_statuses() } else { 0 }
     }
 
     fn first_mode(&self) -> u32 {
@@ -282,17 +304,14 @@ impl Launcher<'_> {
         }
     }
 
-    fn copy_statuses_back(&self, statuses: &PinnedBuffer) -> Result<()> {
-        let bytes = 4 * self.prepared.schedule.span.len();
-        // The words of payload digests follow those of the decoding kernels, and then those of targets.
-        let own = 4 * self.prepared.own_status_words();
-        // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
-        // event that follows. Both are held until then.
-        unsafe { copies::copy_out(self.cx, statuses.as_ptr(), self.prepared.first_status(), own, self.stream)? };
+    /// Queues the copy of the status words of frames behind the others.
+    fn copy_frame_statuses(&self, words: &PinnedBuffer) -> Result<()> {
         let Some(frames) = &self.prepared.frames else { return Ok(()) };
+        let own = 4 * self.prepared.own_status_words();
         let first = frames.statuses().wrapping_add(4 * u64::from(self.prepared.schedule.span.start));
-        // SAFETY: as above; the pinned memory is long enough for all words.
-        unsafe { copies::copy_out(self.cx, statuses.as_ptr().add(own), first, bytes, self.stream) }
+        // SAFETY: the words belong to the frames of the application. The pinned memory is long enough for all words, and nobody reads
+        // it before the event that follows. Both are held until then.
+        unsafe { copies::copy_out(self.cx, words.as_ptr().add(own), first, 4 * self.prepared.schedule.span.len(), self.stream) }
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
@@ -315,7 +334,7 @@ impl Launcher<'_> {
                 tensors: table.tensors,
                 tables: index.uploaded.tables,
                 blob,
-                statuses: self.prepared.statuses,
+                statuses: self.chunk_statuses(),
                 flag: self.prepared.flag,
                 order: table.order,
                 scratch: scratch.map_or(0, |s| s.address),

@@ -10,7 +10,7 @@ mod targets;
 use self::launch::Launcher;
 use self::outcome::{Captured, Pending};
 use self::prepared::{LastLaunch, Prepared};
-use super::abi::{DeviceTensor, STATUS_OK};
+use super::abi::{DeviceTensor, STATUS_NOT_RUN, STATUS_OK};
 use super::plan::binding::{self, Binding};
 use super::plan::payloads::{Mode, Payloads};
 use super::plan::targets::Targets;
@@ -185,26 +185,31 @@ impl<'a> Application<'a> {
         if driver::is_capturing(&cx, raw)? {
             return Err(Error::InvalidArgument("the stream is being captured into a graph: use Application::capture".into()));
         }
-        let statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
+        // Kernels write their status words to it, so nothing is copied behind them.
+        let mut words = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
+        words.fill_words(STATUS_NOT_RUN);
         let mut last_launch = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = self.staging(&cx, &mut last_launch)?;
-        prepared.ready.hold(&cx, raw)?;
+        last_launch.ready.as_ref().unwrap_or(&prepared.copied).hold(&cx, raw)?;
 
         let staging_at = staging.as_ref().map(DeviceSlice::address);
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: false, commits };
+        let statuses = words.address();
+        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: false, commits, statuses };
         let done = Arc::new(RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
-        let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &statuses));
+        let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &words));
         // From here on the memory of all queued work is held, also after an error. The error may have occurred before the streams
         // were joined.
         let gathered = if queued.is_err() { launcher.gather() } else { Ok(()) };
         let held = gathered
             .and_then(|()| done.record(&cx, raw))
-            .and_then(|()| prepared.reset(&cx, raw))
-            .and_then(|()| prepared.ready.record(&cx, raw))
-            .and_then(|()| prepared.ready.hold(&cx, device.pools.reaper.raw()));
+            .and_then(|()| {
+                last_launch.done = Some(done.clone());
+                prepared.reset_behind(&cx, raw, &done)
+            })
+            .and_then(|ready| last_launch.ready.insert(ready).hold(&cx, device.pools.reaper.raw()));
         std::mem::forget(unwinding);
-        let pending = Pending::new(prepared.clone(), done.clone(), statuses);
+        let pending = Pending::new(prepared.clone(), done, words);
         if let Err(e) = held {
             // The point at which the device no longer uses the memory is unknown: leak the memory.
             std::mem::forget((pending, staging, prepared.clone(), self.payloads.clone()));
@@ -213,7 +218,6 @@ impl<'a> Application<'a> {
         // The table counts as sent only on success: after an error the device may still have the old table.
         let _sent = if queued.is_ok() { last_launch.table.take() } else { None };
         last_launch.spare = staging;
-        last_launch.done = Some(done);
         queued.map(|host_error| pending.with_host_error(host_error))
     }
 
@@ -222,7 +226,8 @@ impl<'a> Application<'a> {
     ///
     /// # Safety
     /// While the graph may still run, keep the result and the memory of the tensors and payloads. Launches of the graph, and of
-    /// the application, must not overlap.
+    /// the application, must not overlap: queue them on one stream, or wait for the stream in between. A launch that has been waited
+    /// for may still be resetting its memory.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a stream of another device, a stream that is not being captured, and payloads that the
@@ -244,9 +249,9 @@ impl<'a> Application<'a> {
         if prepared.frames.is_some() {
             return Err(Error::InvalidArgument("the application cannot be captured: nvCOMP expands its frames".into()));
         }
-        let mut statuses = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
-        // Pinned memory is reused, so it must be cleared: before the first launch of the graph all chunks count as correct.
-        statuses.fill(const { STATUS_OK as u8 });
+        let mut words = PinnedBuffer::new(device, &cx, prepared.status_bytes())?;
+        // Before the first launch of the graph all chunks count as correct.
+        words.fill_words(STATUS_OK);
         let mut own_last_launch = if prepared.in_caller_memory { None } else { Some(LastLaunch::default()) };
         let mut own = prepared.last_launch.lock().unwrap_or_else(PoisonError::into_inner);
         if own.table.is_some() {
@@ -257,13 +262,18 @@ impl<'a> Application<'a> {
         // short.
         prepared.copied.wait(&cx)?;
         let staging_at = staging.as_ref().map(DeviceSlice::address);
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: true, commits: true };
-        let queued = prepared.reset(&cx, raw).and_then(|()| launcher.run_in_order(&self.payloads, &statuses));
-        let captured = Captured::new(prepared.clone(), statuses, staging, self.pinned_payloads());
+        let statuses = prepared.statuses;
+        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: true, commits: true, statuses };
+        let queued = prepared
+            .reset_statuses(&cx, raw)
+            .and_then(|()| launcher.run_in_order(&self.payloads, &words))
+            .and_then(|()| prepared.reset(&cx, raw));
+        let captured = Captured::new(prepared.clone(), words, staging, self.pinned_payloads());
         match queued {
-            Ok(()) => Ok(captured),
+            Ok(_) => Ok(captured),
             Err(e) => {
-                // Work captured before the error may still run as part of the caller's graph: leak its memory.
+                // Work captured before the error may still run as part of the caller's graph: reset behind it, and leak its memory.
+                _ = prepared.reset(&cx, raw);
                 std::mem::forget(captured);
                 Err(e)
             }

@@ -53,15 +53,16 @@ pub(super) struct Prepared {
     pub forms: u64,
     pub order: u64,
     pub records: u64,
+    /// Status words of a graph. A launch has its own, in pinned memory.
     pub statuses: u64,
     pub flag: u64,
     /// Side streams: slice `n` uses stream `n` mod their number. So a slice does not wait for the last chunks of another slice.
     /// Empty if there is only one slice.
     pub sides: Vec<OwnStream>,
     /// Recorded behind the copies to this memory.
-    pub copied: RawEvent,
-    /// Recorded behind these copies, and behind each launch. The next launch waits for it.
-    pub ready: RawEvent,
+    pub copied: Arc<RawEvent>,
+    /// Recorded behind the fills that reset memory after a launch.
+    was_reset: Arc<RawEvent>,
     pub last_launch: Mutex<LastLaunch>,
 }
 
@@ -69,6 +70,8 @@ pub(super) struct Prepared {
 pub(super) struct LastLaunch {
     /// Recorded behind all work of the last launch that reads the staging memory.
     pub done: Option<Arc<RawEvent>>,
+    /// Recorded behind all work of the last launch. The next launch waits for it.
+    pub ready: Option<Arc<RawEvent>>,
     /// Staging memory of the last launch.
     pub spare: Option<DeviceSlice>,
     /// The current tensor table, if the table on the device is outdated.
@@ -134,25 +137,21 @@ impl Prepared {
             (offsets.target_digests, plan.targets().map_or(&[], |targets| targets.expected.as_flattened())),
         ];
         let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
-        let mut frames = Frames::new(index, schedule, device, &cx)?;
+        let frames = Frames::new(index, schedule, device, &cx)?;
         if in_caller_memory && frames.is_some() {
             return Err(Error::InvalidArgument("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
         }
         let copy = device.copy.raw();
-        let (copied, ready) = (RawEvent::new(&cx, false)?, RawEvent::new(&cx, false)?);
+        let (copied, was_reset) = (Arc::new(RawEvent::new(&cx, false)?), Arc::new(RawEvent::new(&cx, false)?));
         let queueing = device.queueing(&cx, copy);
         // SAFETY: all parts are within the memory that was laid out, and that was allocated or passed for this. It and the pinned
         // memory are held until the copy has completed, also after an error.
         unsafe {
             copies::copy_in(&cx, at(0), pinned.as_ptr(), offsets.copied as usize, copy)?;
-            let status_words = schedule.span.len() * if digest_plan.is_some() { 2 } else { 1 }
-                + plan.targets().map_or(0, |targets| targets.plan.len() as usize);
-            copies::fill(&cx, at(offsets.statuses), STATUS_NOT_RUN, status_words, copy)?;
             // Nodes, flag, and the head of the scratch memory, which follow each other.
             let zeros = if own_head == 0 { offsets.flag + 4 } else { offsets.scratch + own_head } - offsets.nodes;
             copies::fill(&cx, at(offsets.nodes), 0, zeros as usize / 4, copy)?;
         }
-        ready.record(&cx, copy)?;
         queueing.end_with(&copied)?;
         // Kernels use chunk and tensor indexes of the whole pair. Only a span of each array is allocated, so these are the
         // addresses that element 0 would have.
@@ -166,14 +165,11 @@ impl Prepared {
         let (rows_at, forms_at, _) = table_offsets(bindings);
         let rows = rows_at.map_or(0, |rows| from_zero(offsets.table + rows, first, size_of::<TensorRows>()));
         let forms = forms_at.map_or(0, |forms| from_zero(offsets.table + forms, first, size_of::<TensorForm>()));
-        let (statuses, flag) = (from_zero(offsets.statuses, first_chunk, 4), at(offsets.flag));
+        let (statuses, flag) = (at(offsets.statuses), at(offsets.flag));
         let staging = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
         let mut digests = digest_plan
             .map(|digests| DeviceDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone()))
             .transpose()?;
-        if let (Some(frames), Some(digests)) = (&mut frames, &digests) {
-            frames.set_digests(digests.statuses());
-        }
         let table_at = at(offsets.table) + table_bytes(bindings);
         let mut targets = hash
             .zip(plan.targets())
@@ -230,7 +226,7 @@ impl Prepared {
             flag,
             sides,
             copied,
-            ready,
+            was_reset,
             last_launch,
         })
     }
@@ -242,18 +238,13 @@ impl Prepared {
         self.sides.iter().chain(of_digests).chain(of_targets)
     }
 
-    /// Returns the address of the status word of the first chunk of the span.
-    pub fn first_status(&self) -> u64 {
-        self.statuses.wrapping_add(4 * u64::from(self.schedule.span.start))
-    }
-
-    /// Returns the size of the status words that are copied back, in bytes: the words of the decoding kernels, of payload
-    /// digests, of targets, and of the frame kernels.
+    /// Returns the size of the status words on the host, in bytes: the words of the decoding kernels, of payload digests, of
+    /// targets, and of the frame kernels.
     pub fn status_bytes(&self) -> usize {
         4 * (self.own_status_words() + if self.frames.is_some() { self.schedule.span.len() } else { 0 })
     }
 
-    /// Returns the number of status words in the memory of this application: those of chunks, payload digests and targets.
+    /// Returns the number of status words of chunks, payload digests and targets.
     pub fn own_status_words(&self) -> usize {
         self.target_statuses() + self.bindings.iter().filter(|_| self.targets.is_some()).count()
     }
@@ -278,23 +269,35 @@ impl Prepared {
         self.index.uploaded.records[chunk as usize].compressed_size.get() > 0 && !is_expanded
     }
 
-    /// Resets status words, nodes of targets, flag and scratch memory for the next launch.
-    pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+    /// Queues the reset of nodes of targets, flag and scratch memory behind a launch. Returns false if there is nothing to reset.
+    pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<bool> {
+        // After an error some parts may have been hashed without the others, so their nodes are reset too. Behind the nodes of
+        // targets are the list of payload digests, the flag, and the head of the scratch memory.
+        let nodes = self.targets.as_ref().map(DeviceTargets::nodes);
+        let end = match (self.mode, self.scratch) {
+            (Mode::InPlace(InPlace::AllChecked), Some(scratch)) => scratch.address + abi::scratch_head(scratch.slots),
+            (Mode::InPlace(InPlace::AllChecked), None) => self.flag + 4,
+            _ => nodes.unwrap_or(0) + self.target_plan.as_ref().map_or(0, |targets| targets.plan.node_bytes()),
+        };
+        let start = nodes.unwrap_or(if self.mode == Mode::InPlace(InPlace::AllChecked) { self.flag } else { end });
         // SAFETY: within the memory of this application, which is held until the stream has completed.
-        unsafe {
-            copies::fill(cx, self.first_status(), STATUS_NOT_RUN, self.own_status_words(), stream)?;
-            // After an error some parts may have been hashed without the others, so their nodes are reset too. Behind the nodes of
-            // targets are the list of payload digests, the flag, and the head of the scratch memory.
-            let nodes = self.targets.as_ref().map(DeviceTargets::nodes);
-            let end = match (self.mode, self.scratch) {
-                (Mode::InPlace(InPlace::AllChecked), Some(scratch)) => scratch.address + abi::scratch_head(scratch.slots),
-                (Mode::InPlace(InPlace::AllChecked), None) => self.flag + 4,
-                _ => nodes.unwrap_or(0) + self.target_plan.as_ref().map_or(0, |targets| targets.plan.node_bytes()),
-            };
-            let start = nodes.unwrap_or(if self.mode == Mode::InPlace(InPlace::AllChecked) { self.flag } else { end });
-            copies::fill(cx, start, 0, (end - start) as usize / 4, stream)?;
+        unsafe { copies::fill(cx, start, 0, (end - start) as usize / 4, stream)? };
+        Ok(start != end)
+    }
+
+    /// As [`Prepared::reset`], behind a launch whose work ends at `done`. Returns the event behind all of it.
+    pub fn reset_behind(&self, cx: &Entered<'_>, stream: RawStream, done: &Arc<RawEvent>) -> Result<Arc<RawEvent>> {
+        if !self.reset(cx, stream)? {
+            return Ok(done.clone());
         }
-        Ok(())
+        self.was_reset.record(cx, stream)?;
+        Ok(self.was_reset.clone())
+    }
+
+    /// Resets the status words of a graph.
+    pub fn reset_statuses(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+        // SAFETY: as in `reset`.
+        unsafe { copies::fill(cx, self.statuses, STATUS_NOT_RUN, self.own_status_words(), stream) }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Digests of targets of an application: the hashes that are compared on the device.
 
+use super::digests::Report;
 use crate::cuda::abi::{DeviceTensor, TensorRows};
 use crate::cuda::hashes::{HashLaunch, HashSlice};
 use crate::cuda::plan::Offsets;
@@ -39,7 +40,6 @@ impl DeviceTargets {
             ranges: table + parts,
             nodes: at_zero + offsets.target_nodes,
             expected: at_zero + offsets.target_digests,
-            statuses: at_zero + offsets.target_statuses,
             ..HashLaunch::default()
         };
         Self {
@@ -71,12 +71,14 @@ impl DeviceTargets {
         }
     }
 
-    /// Queues the hashes of targets, or of parts of them. `flag` is the address of the flag to set if a digest differs, or 0.
+    /// Queues the hashes of targets, or of parts of them.
     ///
     /// # Safety
-    /// The memory of the application, and that of its outputs, is held until the stream has completed.
-    pub unsafe fn compare(&self, cx: &Entered<'_>, stream: RawStream, hashes: &HashSlice, flag: u64) -> Result<()> {
+    /// The memory of the application, of its outputs, and of the report is held until the stream has completed.
+    pub unsafe fn compare(&self, cx: &Entered<'_>, stream: RawStream, hashes: &HashSlice, report: Report) -> Result<()> {
         // SAFETY: promised by the caller. The parts are those of the plan, and the nodes were zeroed when it was prepared.
-        unsafe { hashes.queue(cx, self.kernel, stream, &HashLaunch { flag, ..self.launch }) }
+        unsafe {
+            hashes.queue(cx, self.kernel, stream, &HashLaunch { statuses: report.statuses, flag: report.flag, ..self.launch })
+        }
     }
 }

@@ -8,6 +8,7 @@ use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
 use crate::error::{Error, Escaped, Result};
 use crate::source::Source;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Destination of an application: out of place or in place. Every mode makes the same [checks](crate::cuda#what-is-checked).
@@ -33,14 +34,38 @@ pub enum Payloads<'a> {
     /// Device memory, aligned to 16. Payloads of codec `zstd` are allowed only with
     /// [`DeviceIndex::trust`](crate::cuda::DeviceIndex::trust).
     Device(DeviceSlice),
-    /// A part of the blob in device memory. It must hold all payloads of the bound tensors, see
-    /// [`DeviceIndex::payloads_of`](crate::cuda::DeviceIndex::payloads_of). Its address modulo 16 must equal `at` modulo 16.
-    Part {
-        /// Offset of the part in the blob.
-        at: u64,
-        /// The bytes of the part.
-        memory: DeviceSlice,
-    },
+    /// Parts of the blob in device memory. All payloads of a bound tensor, see
+    /// [`DeviceIndex::payloads_of`](crate::cuda::DeviceIndex::payloads_of), must be in one of them.
+    Parts(Vec<BlobPart>),
+}
+
+/// A part of a blob in device memory.
+#[derive(Debug, Clone)]
+pub struct BlobPart {
+    /// Offset of the part in the blob.
+    pub at: u64,
+    /// The bytes of the part. Their address modulo 16 must equal `at` modulo 16.
+    pub memory: DeviceSlice,
+}
+
+impl BlobPart {
+    /// Returns the address that offset 0 of the blob would have. Only the part is read.
+    fn blob(&self) -> u64 {
+        self.memory.address().wrapping_sub(self.at)
+    }
+
+    /// Checks that its end is less than 2^64.
+    fn check(&self) -> Result<()> {
+        if self.at.checked_add(self.memory.bytes()).is_none() {
+            return Err(Error::InvalidArgument(format!("the part of the blob from byte {} on ends after byte 2^64", self.at)));
+        }
+        Ok(())
+    }
+
+    /// Returns whether a range of the blob is within the part.
+    fn has(&self, range: &Range<u64>) -> bool {
+        self.at <= range.start && range.end - self.at <= self.memory.bytes()
+    }
 }
 
 impl fmt::Debug for Payloads<'_> {
@@ -50,19 +75,43 @@ impl fmt::Debug for Payloads<'_> {
             Payloads::Kept(source) => write!(f, "Kept({} bytes)", source.size()),
             Payloads::Pinned(pinned) => write!(f, "{pinned:?}"),
             Payloads::Device(slice) => write!(f, "{slice:?}"),
-            Payloads::Part { at, memory } => write!(f, "{memory:?} from {at} on"),
+            Payloads::Parts(parts) => write!(f, "{parts:?}"),
         }
     }
 }
 
 impl Payloads<'_> {
-    /// Returns the device address of blob offset 0. With a part of the blob this address may be outside of the memory. Only the
-    /// part is read.
+    /// Returns the device address of blob offset 0, if the payloads are on the device. With several parts of the blob it is 0: then
+    /// records have addresses, see [`Schedule::place`](super::schedule::Schedule::place).
     pub(in crate::cuda) fn on_device(&self) -> Option<u64> {
         match self {
             Payloads::Host(_) | Payloads::Kept(_) | Payloads::Pinned(_) => None,
             Payloads::Device(slice) => Some(slice.address()),
-            Payloads::Part { at, memory } => Some(memory.address().wrapping_sub(*at)),
+            Payloads::Parts(parts) => match &parts[..] {
+                [part] => Some(part.blob()),
+                _ => Some(0),
+            },
+        }
+    }
+
+    /// Returns the device addresses that blob offset 0 would have, one for each part of the blob.
+    pub(in crate::cuda) fn blobs(&self) -> impl Iterator<Item = u64> {
+        let parts = match self {
+            Payloads::Parts(parts) => &parts[..],
+            _ => &[],
+        };
+        let whole = self.on_device().filter(|_| parts.is_empty());
+        whole.into_iter().chain(parts.iter().map(BlobPart::blob))
+    }
+
+    /// Returns the address that blob offset 0 would have for the part with this range. `None` for an empty range, and if there are not
+    /// several parts.
+    pub(in crate::cuda) fn blob_of(&self, range: &Range<u64>) -> Option<u64> {
+        match self {
+            Payloads::Parts(parts) if parts.len() > 1 && !range.is_empty() => {
+                parts.iter().find(|part| part.has(range)).map(BlobPart::blob)
+            }
+            _ => None,
         }
     }
 
@@ -70,7 +119,8 @@ impl Payloads<'_> {
         match self {
             Payloads::Host(_) | Payloads::Kept(_) => Ok(()),
             Payloads::Pinned(pinned) => pinned.check_device(device),
-            Payloads::Device(memory) | Payloads::Part { memory, .. } => memory.check_device(device),
+            Payloads::Device(memory) => memory.check_device(device),
+            Payloads::Parts(parts) => parts.iter().try_for_each(|part| part.memory.check_device(device)),
         }
     }
 
@@ -81,16 +131,15 @@ impl Payloads<'_> {
             Payloads::Kept(source) => source.size(),
             Payloads::Pinned(pinned) => pinned.len() as u64,
             Payloads::Device(slice) => slice.bytes(),
-            Payloads::Part { at, memory } => {
-                let end = at.checked_add(memory.bytes()).ok_or_else(|| {
-                    Error::InvalidArgument(format!("the part of the blob from byte {at} on ends after byte 2^64"))
-                })?;
+            Payloads::Parts(parts) => {
+                parts.iter().try_for_each(BlobPart::check)?;
                 for binding in tensors {
                     let payloads = index.payloads_of(binding.tensor)?;
-                    if !payloads.is_empty() && (payloads.start < *at || payloads.end > end) {
+                    if !payloads.is_empty() && !parts.iter().any(|part| part.has(&payloads)) {
                         let name = Escaped(&index.tensor(binding.tensor)?.name);
+                        let found: Vec<_> = parts.iter().map(|part| part.at..part.at + part.memory.bytes()).collect();
                         return Err(Error::InvalidArgument(format!(
-                            "the part of the blob has bytes {at}..{end}, but the payloads of tensor {name} are bytes {payloads:?}"
+                            "the payloads of tensor {name} are bytes {payloads:?} of the blob, but the parts have {found:?}"
                         )));
                     }
                 }

@@ -71,7 +71,8 @@ pub(in crate::cuda) struct Schedule {
     /// Chunks with payloads, in the order of the blob, with their staging offsets.
     pub staged: Vec<Staged>,
     pub staged_bytes: u64,
-    /// Records of [`Schedule::span`] with staging offsets. Empty if all offsets are `shift` plus the offset in the blob.
+    /// Records of [`Schedule::span`] with staging offsets, or with device addresses. Empty if all offsets are `shift` plus the offset
+    /// in the blob.
     pub records: Vec<ChunkMetadata>,
     /// Staging offset minus blob offset, mod 2^64, if it is the same for all payloads.
     pub shift: u64,
@@ -140,6 +141,17 @@ impl Schedule {
             Some(slice_bytes) => schedule.stage(index, &jobs, slice_bytes)?,
         }
         Ok(schedule)
+    }
+
+    /// Gives the records of chunks device addresses. `blob` is the address that blob offset 0 would have.
+    pub fn place(&mut self, index: &DeviceIndex, chunks: Range<u32>, blob: u64) {
+        let span = self.span.start as usize..self.span.end as usize;
+        if self.records.is_empty() {
+            self.records = index.uploaded.records[span.clone()].to_vec();
+        }
+        for record in &mut self.records[chunks.start as usize - span.start..chunks.end as usize - span.start] {
+            record.blob_offset = record.blob_offset.get().wrapping_add(blob).into();
+        }
     }
 
     /// Returns the number of chunks with a payload.

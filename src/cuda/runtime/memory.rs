@@ -117,7 +117,7 @@ impl DeviceSlice {
     }
 }
 
-/// Pinned host memory. The device copies from and to it directly, and kernels can read it.
+/// Pinned host memory. The device copies from and to it directly, and kernels can read and write it.
 pub struct PinnedBuffer {
     device: Arc<Inner>,
     start: NonNull<u8>,
@@ -157,6 +157,16 @@ impl PinnedBuffer {
     /// Shortens the buffer.
     pub(in crate::cuda) fn truncate(&mut self, bytes: usize) {
         self.bytes = self.bytes.min(bytes);
+    }
+
+    /// Returns the address for the device. It is that of the host: all devices that are supported address memory alike.
+    pub(in crate::cuda) fn address(&self) -> u64 {
+        self.start.as_ptr().expose_provenance() as u64
+    }
+
+    /// Fills the buffer with a word, which devices store in little-endian order.
+    pub(in crate::cuda) fn fill_words(&mut self, word: u32) {
+        self.chunks_exact_mut(4).for_each(|to| to.copy_from_slice(&word.to_le_bytes()));
     }
 
     /// Reads a word that the device may be writing.

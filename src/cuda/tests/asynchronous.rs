@@ -266,6 +266,10 @@ fn a_graph_replays_an_application() {
                 }
                 sample.assert_done(device, &mut laid);
             }
+            // A replay that found an error leaves nothing behind for a launch.
+            laid.restore_from(device, &sample.laid(device, mode));
+            application.launch(&stream).unwrap().wait().unwrap();
+            sample.assert_done(device, &mut laid);
             // SAFETY: as above; the graph has passed.
             unsafe {
                 let _cx = device.inner.context.enter().unwrap();

@@ -205,6 +205,33 @@ fn a_payload_with_another_digest_is_refused() {
     eprintln!("{refused} applications of forged payloads refused");
 }
 
+/// The root covers the whole pair, so it is compared if all payloads are read, even if the first tensors, which have none, are left out.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn the_payload_root_is_compared_without_tensors_that_have_no_payload() {
+    let device = super::device();
+    let mut cases = cases();
+    cases.retain(|(case, _)| case.codec != Codec::Zstd);
+    cases.sort_by_key(|(case, _)| !case.payload.is_empty());
+    assert!(cases[0].0.payload.is_empty() && !cases[1].0.payload.is_empty());
+    let base = base_of(&cases);
+    for (forged, expected) in [(None, None), (Some(cases.len() - 1), Some(Rule::HeaderPayloadRoot))] {
+        let pair = pair_of(&cases, WITH_ROOT, forged);
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
+        for mode in MODES {
+            for &route in routes(pair.index()) {
+                let laid = Laid::new(device, pair.index(), &base, mode != Mode::OutOfPlace, 0);
+                let plan = ApplyPlan::new(&index, &laid.bindings[1..], mode, payloads(device, &pair, route)).unwrap();
+                assert_eq!(plan.compared(), PayloadDigests::All);
+                let application = Application::prepare(plan.digests(false)).unwrap();
+                let stream = device.stream().unwrap();
+                let outcome = application.launch(&stream).unwrap().wait();
+                assert_eq!(outcome.err().and_then(|e| e.rule()), expected, "{mode:?} {route:?}");
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_target_with_another_digest_is_refused() {

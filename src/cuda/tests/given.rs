@@ -1,8 +1,8 @@
 //! Memory of the caller: for an index and an application, and payloads of single tensors.
 
-use super::super::{Application, ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
+use super::super::{Application, ApplyPlan, BlobPart, Device, DeviceIndex, DeviceSlice, Mode, Payloads};
 use super::generated::{Random, lanes};
-use super::laid::{Laid, Route, payloads, prepare, routes};
+use super::laid::{Laid, Route, payloads, prepare, routes, written};
 use super::vectors::MODES;
 use crate::apply::InPlace;
 use crate::error::Error;
@@ -125,7 +125,7 @@ fn what_is_bound_anew_works_elsewhere() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_part_of_the_blob_serves_a_tensor() {
+fn parts_of_the_blob_serve_their_tensors() {
     let device = super::device();
     let mut count = 0;
     for codec in [Codec::Conditioned, Codec::Raw] {
@@ -138,7 +138,7 @@ fn a_part_of_the_blob_serves_a_tensor() {
                 let part = &made.pair.blob()[range.start as usize..range.end as usize];
                 let memory = device.alloc(part.len() as u64).unwrap();
                 device.write(&memory, part).unwrap();
-                let payloads = |at| Payloads::Part { at, memory: memory.clone() };
+                let payloads = |at| Payloads::Parts(vec![BlobPart { at, memory: memory.clone() }]);
                 let tensors = [binding.clone()];
                 let stream = device.stream().unwrap();
                 let application = prepare(&index, &tensors, mode, payloads(range.start)).unwrap();
@@ -152,6 +152,37 @@ fn a_part_of_the_blob_serves_a_tensor() {
             }
             for (place, found) in laid.outputs(device) {
                 assert!(found == made.target[place], "{mode:?}");
+            }
+            // All tensors together, whose parts are in another order than in the blob.
+            let mut laid = Laid::new(device, made.pair.index(), &made.base(), mode != Mode::OutOfPlace, 1);
+            let ranges = laid.bindings.iter().map(|binding| index.payloads_of(binding.tensor).unwrap());
+            let mut parts: Vec<_> = ranges
+                .filter(|range| !range.is_empty())
+                .map(|range| BlobPart {
+                    at: range.start,
+                    memory: written(device, &made.pair.blob()[range.start as usize..range.end as usize]),
+                })
+                .collect();
+            parts.reverse();
+            assert!(parts.len() > 2);
+            let stream = device.stream().unwrap();
+            let application = prepare(&index, &laid.bindings, mode, Payloads::Parts(parts.clone())).unwrap();
+            application.launch(&stream).unwrap().wait().unwrap();
+            for (place, found) in laid.outputs(device) {
+                assert!(found == made.target[place], "{mode:?}");
+            }
+            // A part of no bytes serves a tensor without payloads.
+            let mut more = parts.clone();
+            more.insert(0, BlobPart { at: 0, memory: written(device, &[]) });
+            drop(prepare(&index, &laid.bindings, mode, Payloads::Parts(more)).unwrap());
+            for wrong in 0..parts.len() {
+                let without =
+                    |at: usize| parts.iter().enumerate().filter(|(n, _)| *n != at).map(|(_, part)| part.clone()).collect();
+                let refused = prepare(&index, &laid.bindings, mode, Payloads::Parts(without(wrong)));
+                assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{wrong}");
+                let mut moved = parts.clone();
+                moved[wrong].at += 16;
+                assert!(matches!(prepare(&index, &laid.bindings, mode, Payloads::Parts(moved)), Err(Error::InvalidArgument(_))));
             }
         }
     }

@@ -172,6 +172,12 @@ impl Laid {
         device.write(&self.memory, &self.image).unwrap();
     }
 
+    /// Makes the content the same as that of another image of the same tensors.
+    pub fn restore_from(&mut self, device: &Device, other: &Self) {
+        self.image.copy_from_slice(&other.image);
+        self.restore(device);
+    }
+
     /// Returns whether the outputs have their initial content.
     pub fn is_untouched(&self, device: &Device) -> bool {
         let mut now = vec![0; self.image.len()];
