@@ -17,7 +17,11 @@ from test_nn import TOKENS, Deep, deep, loaded, target_of  # noqa: F401 (a fixtu
 
 torch = pytest.importorskip("torch")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 import tpde.nn  # noqa: E402 (needs torch)
+from tpde import _operator  # noqa: E402
 
 X = torch.linspace(-1, 1, 3 * 64).view(3, 64).to(torch.bfloat16)
 
@@ -88,6 +92,52 @@ class TestDerivatives:
     def test_mapping_over_inputs_works(self, layer: tpde.nn.JITCompressedLinear) -> None:
         with torch.no_grad():
             assert torch.equal(torch.func.vmap(layer)(X), torch.stack([layer(x) for x in X]))
+
+
+class Watcher(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class TestObserved:
+    """Whoever observes calls sees one operator per layer, as without the shortcut past the dispatcher."""
+
+    def test_a_plain_call_takes_the_shortcut(self, layer: tpde.nn.JITCompressedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+        with torch.no_grad():
+            expected = operator(layer)(X)
+            monkeypatch.setattr(_operator, "linear", None)
+            assert torch.equal(layer(X), expected)
+        with torch.inference_mode():
+            assert torch.equal(layer(X.clone()), expected)
+        assert torch.equal(layer(X), expected)
+
+    def test_modes_see_the_operator(self, layer: tpde.nn.JITCompressedLinear) -> None:
+        with torch.no_grad(), Watcher() as watcher:
+            layer(X)
+        assert watcher.seen == ["tpde.linear.default"]
+
+    @pytest.mark.parametrize("pre_dispatch", [False, True])
+    def test_tracers_see_the_operator(self, pre_dispatch: bool, layer: tpde.nn.JITCompressedLinear) -> None:
+        with torch.no_grad():
+            graph = make_fx(lambda x: layer(x), pre_dispatch=pre_dispatch)(X).graph
+        assert [str(node.target) for node in graph.nodes if "linear" in str(node.target)] == ["tpde.linear.default"]
+
+    def test_other_inputs_are_as_for_the_operator(self, layer: tpde.nn.JITCompressedLinear) -> None:
+        with torch.no_grad():
+            for wrong in (X[:, :-1], X[0, 0], X.to_sparse()):
+                outcomes = []
+                for call in (layer, operator(layer)):
+                    with pytest.raises((tpde.InvalidArgument, NotImplementedError, RuntimeError)) as raised:
+                        call(wrong)
+                    outcomes.append(raised.type)
+                assert outcomes[0] is outcomes[1], f"{wrong.layout} {tuple(wrong.shape)}"
 
 
 class TestPrograms:

@@ -19,12 +19,36 @@ from ._rebuilt import Weight, outliving
 def _linear(
     x: torch.Tensor, bias: Optional[torch.Tensor], key: torch.Tensor, out_features: int, cast: bool = False
 ) -> torch.Tensor:
-    weight = Weight.find(key, x.device)
+    return call(Weight.find(key, x.device), x, bias, out_features, cast)
+
+
+def call(weight: Weight, x: torch.Tensor, bias: Optional[torch.Tensor], out_features: int, cast: bool) -> torch.Tensor:
+    """What the operator computes, for this weight."""
     if weight.shape != (out_features, x.shape[-1] if x.dim() else 0):
         expected = f"an input of (..., {weight.shape[1]}) and {weight.shape[0]} outputs"
         found = f"an input of {tuple(x.shape)} and {out_features} outputs"
         raise InvalidArgument(f"tpde::linear with the weight {weight.entry.name!r}: expected {expected}, found {found}")
     return weight.linear(x, bias, cast)
+
+
+def is_plain(x: torch.Tensor, bias: Optional[torch.Tensor], device: torch.device) -> bool:
+    """Whether a call of the operator would only call its kernel. Then the kernel can be called directly: the dispatcher takes about
+    as long as all else that Python does for a layer. Not for compilers, tracers, transforms, modes, derivatives, and tensors of
+    other devices and kinds."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is torch.Tensor
+        and (bias is None or type(bias) is torch.nn.Parameter)
+        and x.device == device
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def _shape_of_linear(

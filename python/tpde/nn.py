@@ -54,6 +54,7 @@ class JITCompressedLinear(nn.Module):
             the same model, or by :meth:`Attached.check`.
     """
 
+    out_features: int
     _weight: Weight
     bias: nn.Parameter | None
     key: torch.Tensor
@@ -76,6 +77,8 @@ class JITCompressedLinear(nn.Module):
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         if cast:  # as PyTorch does for nn.Linear; explicit for the operator's fake kernel
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if _operator.is_plain(x, self.bias, self._weight.torch_device):
+            return _operator.call(self._weight, x, self.bias, self.out_features, cast)
         y: torch.Tensor = _operator.linear(x, self.bias, self.key, self.out_features, cast)
         return y
 
