@@ -7,7 +7,7 @@ use std::time::Duration;
 
 type Work<T> = Box<dyn FnOnce() -> T + Send>;
 
-/// The result of work that a thread of the pool does. If all of them are busy, the thread that waits for the result does the work.
+/// Result of work for a thread of the pool. If all threads are busy, the waiting thread does the work.
 pub struct Later<T> {
     /// The work, until a thread begins it.
     work: Mutex<Option<Work<T>>>,

@@ -107,7 +107,7 @@ class Watcher(TorchDispatchMode):
 
 
 class TestObserved:
-    """Whoever observes calls sees one operator per layer, as without the shortcut past the dispatcher."""
+    """Modes and tracers see one operator per layer, although plain calls skip the dispatcher."""
 
     def test_a_plain_call_takes_the_shortcut(self, layer: tpde.nn.JITCompressedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():

@@ -136,7 +136,7 @@ class TestPrefetcher:
         for weight in model.weights * 2:
             model.forward(weight)
         (prefetcher,) = Prefetcher._made.values()
-        for kept in (prefetcher.next, prefetcher.next_copied, prefetcher.repeated, prefetcher.groups):
+        for kept in (prefetcher.next, prefetcher.next_copied, prefetcher.groups):
             assert len(kept) <= 2
         assert all(len(slot.rebuilds) <= 6 for slot in prefetcher.slots)
 
@@ -190,7 +190,7 @@ class TestPrefetcher:
                 if what == "decode" and now >= begin:
                     following = names(model)[order[(order.index(names(model).index(name)) + 1) % len(order)]]
                     before = [entry for entry in world.log[:now] if entry in (("copy", following), ("use", following))]
-                    assert before[-1] == ("copy", following), f"{following} has not been copied when {name} is decoded"
+                    assert before[-1] == ("copy", following), f"{name} was decoded before {following} was copied"
 
     def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[World, FakeDevice]) -> None:
         world, device = fake

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -35,7 +35,7 @@ from ._slot import Failures, Ready, Slot
 from ._tensor import Memory
 
 
-#: Maximum number of chunks of other weights between those of a group. A decoding needs 40 bytes of memory for each of them.
+#: Maximum number of other weights' chunks between the chunks of a group. Each of them needs 40 bytes of device memory.
 MOST_BETWEEN = 1024
 
 #: Number of passes without groups behind a weight whose successor has changed. A new group needs a new plan, so the order must not
@@ -54,6 +54,14 @@ class DeviceSlot(Slot):
         self.filled, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         #: Decoder into this slot and views of the weights, by the handle of a group's first weight and the number of the payload buffer.
         self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, dict[int, torch.Tensor]]] = {}
+
+
+class _Link(NamedTuple):
+    """Successor of a weight in the last pass."""
+
+    handle: int
+    #: Above 0 if it was the same in the pass before. After a change it begins at minus ``PATIENCE``.
+    repeated: int
 
 
 @dataclass(frozen=True)
@@ -88,11 +96,9 @@ class Prefetcher:
         #: Protects all attributes.
         self.lock = threading.Lock()
         self._owner: int | None = None
-        #: Successor of each weight in the last pass, by handle.
-        self.next: dict[int, int] = {}
+        #: Successors of weights, by handle.
+        self.next: dict[int, _Link] = {}
         self.last: int | None = None
-        #: Number of passes in which a weight has had its present successor again. Negative after a change, see ``PATIENCE``.
-        self.repeated: dict[int, int] = {}
         #: Handles of the weights of each group, by the first one. A new group ends before the first weight of another one, so passes
         #: in one order come to have the same groups.
         self.groups: dict[int, list[int]] = {}
@@ -149,8 +155,8 @@ class Prefetcher:
                     if handle in views:
                         slot.rebuilds.pop(key, None)
             self.groups.clear()
-            for of_weight in (self.next, self.next_copied, self.repeated):
-                of_weight.pop(handle, None)
+            self.next.pop(handle, None)
+            self.next_copied.pop(handle, None)
             if self.last == handle:
                 self.last = None
             if self.last_copied == handle:
@@ -262,8 +268,8 @@ class Prefetcher:
                 return group
         self._reserve(first)
         group = [first]
-        while self._is_steady(group[-1].handle):
-            following = self._known(self.next.get(group[-1].handle))
+        while (link := self.next.get(group[-1].handle)) is not None and link.repeated > 0:
+            following = self._known(link.handle)
             if following is None or following.handle in self.groups or not self._fits([*group, following]):
                 self.groups[first.handle] = [weight.handle for weight in group]
                 break
@@ -339,11 +345,10 @@ class Prefetcher:
     def _prefetch(self, after: DeviceWeight, used: DeviceSlot) -> None:
         """Starts to decode the next group of the last pass. It begins behind the weights that are left in this slot."""
         state = used.state
-        last: int = next(reversed([*state.views])) if isinstance(state, Ready) else after.handle
-        handle = self.next.get(last)
-        if handle is None or self._holding(handle) is not None:
+        link = self.next.get([*state.views][-1] if isinstance(state, Ready) else after.handle)
+        if link is None or self._holding(link.handle) is not None:
             return
-        following = self._known(handle)
+        following = self._known(link.handle)
         if following is not None:
             group = self._group(following)  # may make new slots
             self._fill(group, next(slot for slot in self.slots if slot is not used))
@@ -392,18 +397,15 @@ class Prefetcher:
         last, self.last = self.last, handle
         if last is None:
             return
-        before = self.next.get(last)
-        if before == handle:
-            self.repeated[last] += 1
-            return
-        if self._is_steady(last):
-            self.groups.clear()
-        self.repeated[last] = 0 if before is None else -PATIENCE
-        self.next[last] = handle
-
-    def _is_steady(self, handle: int) -> bool:
-        """Whether a weight can be in a group with its successor."""
-        return self.repeated.get(handle, 0) > 0
+        link = self.next.get(last)
+        if link is None:
+            self.next[last] = _Link(handle, 0)
+        elif link.handle != handle:
+            if link.repeated > 0:
+                self.groups.clear()
+            self.next[last] = _Link(handle, -PATIENCE)
+        elif link.repeated <= 0:
+            self.next[last] = _Link(handle, link.repeated + 1)
 
 
 def ends(sizes: list[int]) -> list[int]:

@@ -78,11 +78,9 @@ class Slot:
         self._state = FILLING
         return next(self._generations)
 
-    def publish(self, generation: int, views: Mapping[int, torch.Tensor]) -> Ready:
+    def publish(self, generation: int, views: Mapping[int, torch.Tensor]) -> None:
         """Makes the content valid. Call this after all writes to the memory are queued or done."""
-        ready = Ready(views, generation)
-        self._state = ready
-        return ready
+        self._state = Ready(views, generation)
 
     def drop(self, weight: int) -> None:
         """Marks a weight as not needed. No effect unless the memory contains it."""

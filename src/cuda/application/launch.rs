@@ -158,7 +158,7 @@ impl Launcher<'_> {
     /// Queues the comparison of the payload list with the payload root, if the index has only the root.
     fn compare_list(&self) -> Result<()> {
         let Some(digests) = &self.prepared.digests else { return Ok(()) };
-        // If the list differs, all chunks of the span get its status.
+        // If the list differs, all chunks of the span get its status, so this is the word of the first one.
         let statuses = self.statuses + 4 * self.prepared.schedule.span.len() as u64;
         digests.compare_list(self.cx, self.beside().unwrap_or(self.stream), self.report(statuses))
     }
@@ -273,7 +273,7 @@ impl Launcher<'_> {
         }
         // SAFETY: the status words belong to the application. The pinned memory is long enough, and nobody reads it before the
         // graph has run. Both are held until then.
-        unsafe { copies::copy_out(self.cx, words.as_ptr(), self.statuses, 4 * self.prepared.own_status_words(), self.stream) }
+        unsafe { copies::copy_out(self.cx, words.as_ptr(), self.statuses, 4 * self.prepared.own_status_words, self.stream) }
     }
 
     /// Returns the address that the status word of chunk 0 would have.
@@ -307,7 +307,7 @@ impl Launcher<'_> {
     /// Queues the copy of the status words of frames behind the others.
     fn copy_frame_statuses(&self, words: &PinnedBuffer) -> Result<()> {
         let Some(frames) = &self.prepared.frames else { return Ok(()) };
-        let own = 4 * self.prepared.own_status_words();
+        let own = 4 * self.prepared.own_status_words;
         let first = frames.statuses().wrapping_add(4 * u64::from(self.prepared.schedule.span.start));
         // SAFETY: the words belong to the frames of the application. The pinned memory is long enough for all words, and nobody reads
         // it before the event that follows. Both are held until then.

@@ -226,8 +226,8 @@ impl<'a> Application<'a> {
     ///
     /// # Safety
     /// While the graph may still run, keep the result and the memory of the tensors and payloads. Launches of the graph, and of
-    /// the application, must not overlap: queue them on one stream, or wait for the stream in between. A launch that has been waited
-    /// for may still be resetting its memory.
+    /// the application, must not overlap: queue them on one stream, or wait for the stream in between. Waiting for a [`Pending`] is not
+    /// enough, because memory is reset behind it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a stream of another device, a stream that is not being captured, and payloads that the

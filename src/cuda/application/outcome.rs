@@ -124,7 +124,7 @@ fn decoded<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator
         let at = (chunk - span.start) as usize;
         let status = words.word(at);
         // An error of a frame takes precedence, because it made `tpde_raw` refuse the payload.
-        let frame_status = if prepared.frames.is_some() { words.word(prepared.own_status_words() + at) } else { STATUS_OK };
+        let frame_status = if prepared.frames.is_some() { words.word(prepared.own_status_words + at) } else { STATUS_OK };
         let status = if status == STATUS_NOT_RUN || frame_status == STATUS_OK { status } else { frame_status };
         (chunk, status)
     })
@@ -206,7 +206,7 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
 /// Returns the error of the first target that does not have its digest.
 fn target_error(prepared: &Prepared, words: &PinnedBuffer) -> Result<Option<Error>> {
     let first = prepared.target_statuses();
-    let mut targets = prepared.bindings.iter().zip(first..prepared.own_status_words());
+    let mut targets = prepared.bindings.iter().zip(first..prepared.own_status_words);
     let Some((binding, at)) = targets.find(|&(_, at)| words.word(at) != STATUS_OK) else { return Ok(None) };
     let tensor = prepared.index.tensor(binding.tensor)?;
     Ok(Some(match words.word(at) {

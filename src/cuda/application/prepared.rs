@@ -55,6 +55,8 @@ pub(super) struct Prepared {
     pub records: u64,
     /// Status words of a graph. A launch has its own, in pinned memory.
     pub statuses: u64,
+    /// Number of status words of chunks, payload digests and targets.
+    pub own_status_words: usize,
     pub flag: u64,
     /// Side streams: slice `n` uses stream `n` mod their number. So a slice does not wait for the last chunks of another slice.
     /// Empty if there is only one slice.
@@ -223,6 +225,7 @@ impl Prepared {
             order,
             records,
             statuses,
+            own_status_words: offsets.status_words,
             flag,
             sides,
             copied,
@@ -241,12 +244,7 @@ impl Prepared {
     /// Returns the size of the status words on the host, in bytes: the words of the decoding kernels, of payload digests, of
     /// targets, and of the frame kernels.
     pub fn status_bytes(&self) -> usize {
-        4 * (self.own_status_words() + if self.frames.is_some() { self.schedule.span.len() } else { 0 })
-    }
-
-    /// Returns the number of status words of chunks, payload digests and targets.
-    pub fn own_status_words(&self) -> usize {
-        self.target_statuses() + self.bindings.iter().filter(|_| self.targets.is_some()).count()
+        4 * (self.own_status_words + if self.frames.is_some() { self.schedule.span.len() } else { 0 })
     }
 
     /// Returns the index of the first status word of the targets, which are in the order of the bindings.
@@ -297,7 +295,7 @@ impl Prepared {
     /// Resets the status words of a graph.
     pub fn reset_statuses(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: as in `reset`.
-        unsafe { copies::fill(cx, self.statuses, STATUS_NOT_RUN, self.own_status_words(), stream) }
+        unsafe { copies::fill(cx, self.statuses, STATUS_NOT_RUN, self.own_status_words, stream) }
     }
 }
 

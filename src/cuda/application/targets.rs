@@ -71,7 +71,7 @@ impl DeviceTargets {
         }
     }
 
-    /// Queues the hashes of targets, or of parts of them.
+    /// Queues kernels that hash targets, or parts of targets, and compare the hashes.
     ///
     /// # Safety
     /// The memory of the application, of its outputs, and of the report is held until the stream has completed.

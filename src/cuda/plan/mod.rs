@@ -64,6 +64,8 @@ pub(super) struct Offsets {
     /// End of the parts that are copied from the host.
     pub copied: u64,
     pub statuses: u64,
+    /// Number of status words: of chunks, of payload digests if they are compared, and of targets if they are compared.
+    pub status_words: usize,
     pub nodes: u64,
     pub target_nodes: u64,
     pub list: u64,
@@ -119,7 +121,7 @@ impl<'a> ApplyPlan<'a> {
         payloads.check_device(device)?;
         check_devices(device, tensors)?;
         let bindings = binding::check(&index.uploaded.tensors, tensors, mode != Mode::OutOfPlace)?;
-        if let Some(blob) = payloads.blobs().find(|blob| !blob.is_multiple_of(PAYLOAD_ALIGN)) {
+        if let Some(blob) = payloads.blobs().into_iter().find(|blob| !blob.is_multiple_of(PAYLOAD_ALIGN)) {
             return Err(Error::InvalidArgument(format!("the blob is at {blob:#x}, expected a multiple of {PAYLOAD_ALIGN}")));
         }
         let slice_bytes = if payloads.on_device().is_some() { None } else { Some(slice_bytes) };
@@ -148,8 +150,8 @@ impl<'a> ApplyPlan<'a> {
     /// Returns the size of the device memory for [`Application::prepare_in`](super::Application::prepare_in), in bytes: 8 per
     /// chunk for order and status, 48 per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases, the
     /// payloads if they are copied, 32 per chunk if they are in several parts, and in place lists of changes and copies of lanes, up
-    /// to `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the root, and 16 to 70 per 32 KiB of a payload.
-    /// Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the targets. With [`InPlace::AllChecked`] it also adds
+    /// to `max_scratch_bytes`. Comparing payload digests adds 4 per chunk, 16 per chunk of the pair if the index has only the root,
+    /// and 16 to 70 per 32 KiB of a payload. Comparing digests of tensors adds 68 per tensor and 34 per 32 KiB of the targets. With [`InPlace::AllChecked`] it also adds
     /// the targets, up to 512 MiB, or two chunks if these are larger.
     pub fn bytes(&self) -> u64 {
         self.offsets(self.scratch(true), self.schedule.staged_bytes).bytes
@@ -271,9 +273,9 @@ impl<'a> ApplyPlan<'a> {
         let target_order = layout.add(targets.map_or(0, |targets| 4 * targets.order.len() as u64));
         let target_digests = layout.add(targets.map_or(0, |targets| 16 * targets.expected.len() as u64));
         let copied = layout.bytes();
-        let per_chunk = if digests.is_some() { 8 } else { 4 };
-        let statuses = per_chunk * schedule.span.len() as u64 + targets.map_or(0, |targets| 4 * u64::from(targets.plan.len()));
-        let statuses = layout.add(statuses);
+        let per_chunk = if digests.is_some() { 2 } else { 1 };
+        let status_words = per_chunk * schedule.span.len() + targets.map_or(0, |targets| targets.plan.len() as usize);
+        let statuses = layout.add(4 * status_words as u64);
         // From here to the head of the scratch memory all is zeroed, by one fill.
         let nodes = layout.add(digests.map_or(0, |digests| 32 * u64::from(digests.nodes)));
         let target_nodes = layout.add(targets.map_or(0, |targets| targets.plan.node_bytes()));
@@ -294,6 +296,7 @@ impl<'a> ApplyPlan<'a> {
             target_digests,
             copied,
             statuses,
+            status_words,
             nodes,
             target_nodes,
             list,

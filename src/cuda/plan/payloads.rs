@@ -34,8 +34,8 @@ pub enum Payloads<'a> {
     /// Device memory, aligned to 16. Payloads of codec `zstd` are allowed only with
     /// [`DeviceIndex::trust`](crate::cuda::DeviceIndex::trust).
     Device(DeviceSlice),
-    /// Parts of the blob in device memory. All payloads of a bound tensor, see
-    /// [`DeviceIndex::payloads_of`](crate::cuda::DeviceIndex::payloads_of), must be in one of them.
+    /// Parts of the blob in device memory. One part must contain all payloads of a bound tensor. Their range is
+    /// [`DeviceIndex::payloads_of`](crate::cuda::DeviceIndex::payloads_of).
     Parts(Vec<BlobPart>),
 }
 
@@ -95,13 +95,12 @@ impl Payloads<'_> {
     }
 
     /// Returns the device addresses that blob offset 0 would have, one for each part of the blob.
-    pub(in crate::cuda) fn blobs(&self) -> impl Iterator<Item = u64> {
-        let parts = match self {
-            Payloads::Parts(parts) => &parts[..],
-            _ => &[],
-        };
-        let whole = self.on_device().filter(|_| parts.is_empty());
-        whole.into_iter().chain(parts.iter().map(BlobPart::blob))
+    pub(in crate::cuda) fn blobs(&self) -> Vec<u64> {
+        match self {
+            Payloads::Host(_) | Payloads::Kept(_) | Payloads::Pinned(_) => Vec::new(),
+            Payloads::Device(slice) => vec![slice.address()],
+            Payloads::Parts(parts) => parts.iter().map(BlobPart::blob).collect(),
+        }
     }
 
     /// Returns the address that blob offset 0 would have for the part with this range. `None` for an empty range, and if there are not

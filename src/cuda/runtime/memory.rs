@@ -159,7 +159,7 @@ impl PinnedBuffer {
         self.bytes = self.bytes.min(bytes);
     }
 
-    /// Returns the address for the device. It is that of the host: all devices that are supported address memory alike.
+    /// Returns the device address. It equals the host address, because devices of compute capability 8.0 and up have unified addressing.
     pub(in crate::cuda) fn address(&self) -> u64 {
         self.start.as_ptr().expose_provenance() as u64
     }
