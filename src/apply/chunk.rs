@@ -118,7 +118,8 @@ pub(super) fn decode_from(
     decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes)
 }
 
-/// [`decode_from`], faster for large chunks of codec `conditioned` whose lanes are not hashed: the decoder copies the base lanes.
+/// [`decode_from`] for lanes that are not read soon, so that they need not be in the cache: faster for large chunks of codec
+/// `conditioned` whose lanes are not hashed, because the decoder copies the base lanes.
 pub(super) fn decode_to(
     base: PaddedBase<'_>,
     chunks: &dyn Chunks,
@@ -128,7 +129,7 @@ pub(super) fn decode_to(
     lanes: &mut [u8],
     with_hashes: bool,
 ) -> Result<Option<Hashes>> {
-    /// Smaller chunks have too few pieces to prefetch.
+    /// Smaller chunks have too few pieces to prefetch, and stay in the cache.
     const MIN_BYTES: usize = if cfg!(test) { 1 } else { 64 << 10 };
     let is_copied = tensor.codec == Codec::Conditioned && matches!(tensor.base_kind, BaseKind::Same) && !with_hashes;
     let encoded = chunks.encoded(chunk);

@@ -231,8 +231,8 @@ impl ChunkDecoder {
         })
     }
 
-    /// Same as [`decode`](Self::decode) for codec `conditioned`, with base lanes that are copied from `base`. Faster,
-    /// because the base lanes that follow are known and can be prefetched.
+    /// Same as [`decode`](Self::decode) for codec `conditioned`, with base lanes that are copied from `base`. Faster if the caller
+    /// does not read `lanes` soon: base lanes are prefetched, and `lanes` are then not in the cache.
     pub(crate) fn decode_copied(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], base: &mut CopiedBase<'_>) -> Result<u64> {
         let EncodedChunk { dtype, tables, encoded, payload, base_sum, .. } = *chunk;
         let chunk = ConditionedChunk { dtype, tables, encoded, payload, base_sum };

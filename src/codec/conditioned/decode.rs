@@ -6,7 +6,7 @@ use super::payload::{Payload, segment};
 use super::stream::{CodedSteps, Stream};
 use super::tables::{Lookup, TableSet};
 use super::window::Window;
-use crate::codec::simd::{GROUP, Platform, PrefetchedLines, Tiles};
+use crate::codec::simd::{GROUP, Platform, PrefetchedLines, StreamFence, Tiles};
 use crate::codec::{CopiedBase, Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
@@ -42,6 +42,8 @@ pub(crate) struct Decoder {
     activities: Vec<u8>,
     /// Buffers of the streams that are decoded together.
     batches: [Batch; 2],
+    /// Buffer of lanes that are copied from the base.
+    copied: Vec<u8>,
 }
 
 /// Buffers for the coded lanes of a batch.
@@ -77,8 +79,8 @@ impl Default for Decoder {
 impl Decoder {
     /// Creates a decoder for this platform.
     pub fn with_platform(platform: Platform) -> Self {
-        let (lookup, activities, batches) = Default::default();
-        Self { platform, lookup, activities, batches }
+        let (lookup, activities, batches, copied) = Default::default();
+        Self { platform, lookup, activities, batches, copied }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].
@@ -99,8 +101,12 @@ impl Decoder {
                 Ok(())
             });
         }
-        let requested = PrefetchedLines::default();
-        self.decode_window::<L>(chunk, Window::ByPiece { lanes, base, platform: self.platform, requested })
+        let mut buffer = std::mem::take(&mut self.copied);
+        let (platform, requested) = (self.platform, PrefetchedLines::default());
+        let window = Window::Buffered { lanes, base, platform, fence: StreamFence, buffer: &mut buffer, start: 0, requested };
+        let sum = self.decode_window::<L>(chunk, window);
+        self.copied = buffer;
+        sum
     }
 
     fn decode_window<L: Lane>(&mut self, chunk: ConditionedChunk<'_>, mut window: Window<'_, '_>) -> Result<u64> {
@@ -126,7 +132,7 @@ impl Decoder {
             Ok(Segment { tiles: segment(s, payload.segments, blocks.div_ceil(tile)), stream, batch: 0..0 })
         };
         let are_paired = !is_sparse && window.size() <= PAIRED_BYTES * payload.segments;
-        let by_piece = matches!(window, Window::ByPiece { .. }) && !are_paired;
+        let by_piece = matches!(window, Window::Buffered { .. }) && !are_paired;
         let batch_tiles = if by_piece { PIECE_BATCH } else { BATCH };
         let mut segments = payload.streams().enumerate().map(begin).peekable();
         while let Some(first) = segments.next() {
@@ -149,7 +155,7 @@ impl Decoder {
                     let (lanes, prefetch) = window.bytes_and_prefetch(start * L::BYTES..end * L::BYTES);
                     coded.find::<L>(platform, classifier, &self.activities, lanes, positions, prefetch);
                 }
-                let prefetch = window.bytes_and_prefetch(0..0).1;
+                let prefetch = window.prefetch();
                 match (&mut segments_now[..], &mut self.batches) {
                     ([one, two], [batch, other]) => {
                         let steps = [batch.steps::<L>(), other.steps::<L>()];
@@ -230,6 +236,7 @@ impl Target {
         if let Some(rows) = &mut self.rows {
             rows.add(window.bytes(self.finished..end));
         }
+        window.release(end);
         self.finished = end;
     }
 
@@ -329,9 +336,10 @@ impl<'a, L: Lane> Exceptions<'a, L> {
 
     /// Saves the base lanes of the exceptions at positions below `end`. Must be called before these lanes change.
     fn save_bases(&mut self, window: &mut Window<'_, '_>, end: usize) {
-        let lanes = lanes_of::<L>(window.bytes(0..end * L::BYTES));
+        let first = window.start() / L::BYTES;
+        let lanes = lanes_of::<L>(window.bytes(first * L::BYTES..end.max(first) * L::BYTES));
         let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
-        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position])));
+        self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position - first])));
     }
 
     /// Returns position, delta and base lane of each exception.

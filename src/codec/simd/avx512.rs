@@ -6,6 +6,7 @@ use super::types::{
 };
 use crate::lane::Lane;
 use crate::sums::{ChunkSum, Q};
+use std::arch::asm;
 use std::arch::x86_64::*;
 use zerocopy::IntoBytes;
 
@@ -139,7 +140,10 @@ pub(super) fn copy_piece(from: &[u8; PIECE], to: &mut [u8; PIECE]) -> [u64; PIEC
         let odd = _mm512_srli_epi64::<32>(even);
         // Lines of all rows alternate, so that several pages are accessed at the same time.
         for (r, sums) in sums.iter_mut().enumerate() {
-            let words = load(&from[r * ROW_LINES + column]);
+            let mut words = load(&from[r * ROW_LINES + column]);
+            // The compiler would otherwise copy row after row, with `memcpy`, and sum afterwards.
+            // SAFETY: there is no instruction.
+            unsafe { asm!("/* {} */", inout(zmm_reg) words, options(pure, nomem, nostack, preserves_flags)) };
             // SAFETY: the reference is to 64 bytes; unaligned access is allowed.
             unsafe { _mm512_storeu_epi8(to[r * ROW_LINES + column].as_mut_ptr().cast(), words) };
             sums[0] = _mm512_add_epi64(sums[0], _mm512_mul_epu32(words, even));
@@ -149,20 +153,30 @@ pub(super) fn copy_piece(from: &[u8; PIECE], to: &mut [u8; PIECE]) -> [u64; PIEC
     sums.map(|[even, odd]| _mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)) as u64)
 }
 
-/// Requests the next two lines of base lanes, and of the memory that they are copied to.
+/// Requests the next two lines of base lanes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn request_lines(prefetch: &mut Prefetch<'_>) {
-    let Prefetch { from, to, requested } = prefetch;
+    let Prefetch { from, requested } = prefetch;
     for _ in 0..2 {
-        let offset = PrefetchedLines::offset(requested.0);
-        let (Some(from), Some(to)) = (from.get(offset), to.get(offset)) else { return };
-        _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(from).cast());
-        // SAFETY: a prefetch changes nothing but caches. In 64-bit mode, processors that lack this instruction ignore it.
-        unsafe {
-            std::arch::asm!("prefetchw [{}]", in(reg) std::ptr::from_ref(to), options(nostack, preserves_flags, readonly));
-        }
+        let Some(line) = from.get(PrefetchedLines::offset(requested.0)) else { return };
+        _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(line).cast());
         requested.0 += 1;
+    }
+}
+
+/// See [`super::Platform::stream`].
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn stream(from: &[u8], to: &mut [u8]) {
+    let head = to.as_ptr().align_offset(LINE).min(to.len());
+    let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
+    let ((from, from_tail), (to, to_tail)) = (from.as_chunks(), to.as_chunks_mut::<LINE>());
+    to_head.copy_from_slice(from_head);
+    to_tail.copy_from_slice(from_tail);
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: `to` has 64 bytes. Its address is a multiple of 64, because `head` bytes before the first line were split off,
+        // and `to` is empty if no multiple of 64 was within bounds.
+        unsafe { _mm512_stream_si512(to.as_mut_ptr().cast(), load(from)) };
     }
 }
 

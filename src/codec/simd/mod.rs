@@ -14,7 +14,7 @@ mod platform;
 mod scalar;
 mod types;
 
-pub(crate) use platform::Platform;
+pub(crate) use platform::{Platform, StreamFence};
 pub(crate) use types::{
     Broken, CLASS_BITS, CompactedLanes, CountTiles, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, PIECE,
     Prefetch, PrefetchedLines, ROWS, ReverseWriter, STEP, StreamSteps, TILE_TOKENS, Tiles, Words,

@@ -43,6 +43,19 @@ enum Isa {
     Avx512,
 }
 
+/// Makes the stores of [`Platform::stream`] visible before later stores, as all other stores of a thread are, when dropped.
+pub(crate) struct StreamFence;
+
+impl Drop for StreamFence {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 processor has SSE.
+        unsafe {
+            std::arch::x86_64::_mm_sfence()
+        };
+    }
+}
+
 impl Platform {
     /// Portable code.
     pub const SCALAR: Self = Self(Isa::Scalar);
@@ -151,7 +164,8 @@ impl Platform {
         scalar::differ(width, base_rest, target_rest, last);
     }
 
-    /// Returns whether the loops of this platform prefetch, so that copying base lanes piece by piece is the fastest way.
+    /// Returns whether the loops of this platform prefetch, and it has stores that bypass the cache. Then copying base lanes to a
+    /// buffer, piece by piece, is the fastest way.
     pub fn has_prefetch(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self.0 == Isa::Avx512;
@@ -166,6 +180,21 @@ impl Platform {
             // SAFETY: as in `compact`.
             Isa::Avx512 => unsafe { avx512::copy_piece(from, to) },
             _ => scalar::copy_piece(from, to),
+        }
+    }
+
+    /// Copies `from` to `to` with stores that bypass the cache, if this platform has them. The borrowed fence must be dropped before
+    /// another thread reads `to`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn stream(self, from: &[u8], to: &mut [u8], _: &StreamFence) {
+        assert!(from.len() == to.len());
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as in `compact`.
+            Isa::Avx512 => unsafe { avx512::stream(from, to) },
+            _ => to.copy_from_slice(from),
         }
     }
 
@@ -364,6 +393,16 @@ mod tests {
                 sum.add_inner_sums(&platform.copy_piece(from, &mut to));
                 prop_assert_eq!(sum.value, chunk_sum(from));
                 prop_assert!(to == *from);
+            }
+        }
+
+        #[test]
+        fn streaming_copies_to_any_address(bytes in proptest::collection::vec(any::<u8>(), 0..500), start in 0usize..64) {
+            for platform in Platform::available() {
+                let mut out = vec![0xA5; start + bytes.len() + 1];
+                platform.stream(&bytes, &mut out[start..start + bytes.len()], &StreamFence);
+                prop_assert_eq!(&out[start..start + bytes.len()], &bytes);
+                prop_assert!(out[..start].iter().chain(out.last()).all(|&byte| byte == 0xA5));
             }
         }
 

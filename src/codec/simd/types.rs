@@ -80,18 +80,16 @@ pub(super) const LINE: usize = 64;
 pub(crate) struct Prefetch<'a> {
     /// Base lanes that are not copied yet.
     pub from: &'a [u8],
-    /// The memory that they are copied to.
-    pub to: &'a [u8],
     pub requested: &'a mut PrefetchedLines,
 }
 
 impl Prefetch<'_> {
     pub fn reborrow(&mut self) -> Prefetch<'_> {
-        Prefetch { from: self.from, to: self.to, requested: self.requested }
+        Prefetch { from: self.from, requested: self.requested }
     }
 }
 
-/// Number of lines that a [`Prefetch`] has requested of each range.
+/// Number of lines that a [`Prefetch`] has requested.
 #[derive(Debug, Default)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code reads it"))]
 pub(crate) struct PrefetchedLines(pub usize);
