@@ -17,8 +17,8 @@ use std::ops::Range;
 /// Tiles per batch, so that a batch fits in the L2 cache. Small in tests, so that short chunks span several batches.
 const BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 64 };
 
-/// Tiles per batch if one segment is decoded at a time and base lanes are copied by pieces. Batches then end where pieces end. The
-/// size of a piece is a multiple of the size of a batch.
+/// Tiles per batch if one segment is decoded at a time and base lanes are copied by pieces. The size of a piece is a multiple of the
+/// size of a batch, and no batch crosses the end of a piece.
 const PIECE_BATCH: usize = if cfg!(any(test, fuzzing)) { 1 } else { 8 };
 
 /// Two segments of at most this many bytes are decoded together: lanes and lists of both stay in the L2 cache.
@@ -337,7 +337,7 @@ impl<'a, L: Lane> Exceptions<'a, L> {
     /// Saves the base lanes of the exceptions at positions below `end`. Must be called before these lanes change.
     fn save_bases(&mut self, window: &mut Window<'_, '_>, end: usize) {
         let first = window.start() / L::BYTES;
-        let lanes = lanes_of::<L>(window.bytes(first * L::BYTES..end.max(first) * L::BYTES));
+        let lanes = lanes_of::<L>(window.bytes(first * L::BYTES..end * L::BYTES));
         let left = self.positions[self.bases.len()..].iter().map(|position| u32::from_le_bytes(*position) as usize);
         self.bases.extend(left.take_while(|position| *position < end).map(|position| L::load(lanes[position - first])));
     }

@@ -10,15 +10,16 @@ use std::ops::Range;
 pub(super) enum Window<'a, 'b> {
     /// The caller writes the base lanes to the chunk's own memory.
     Filled { lanes: &'a mut [u8], fill: Fill<'a> },
-    /// Base lanes are copied to a small buffer, piece by piece. While other work is done, those of the next pieces are prefetched.
+    /// Base lanes are copied to a buffer, piece by piece. While other work is done, those of the next pieces are prefetched.
     /// Released lanes go to the chunk's memory with stores that bypass the cache. So each line of the chunk is transferred once,
-    /// and not read before it is written.
+    /// and not read before it is written. The buffer holds a piece, or two segments if they are decoded together.
     Buffered {
         lanes: &'a mut [u8],
         base: &'a mut CopiedBase<'b>,
         platform: Platform,
         fence: StreamFence,
-        /// The chunk's bytes from `start` to the end of the copied base lanes. Never shrinks.
+        /// Begins with the chunk's bytes from `start` to the end of the copied base lanes. Never shrinks, so later bytes are
+        /// undefined.
         buffer: &'a mut Vec<u8>,
         /// End of the released bytes.
         start: usize,
@@ -40,11 +41,12 @@ impl<'a> Window<'a, '_> {
             Self::Filled { lanes, fill } => fill(lanes, end)?,
             Self::Buffered { lanes, base, platform, buffer, start, requested, .. } => {
                 let end = end.next_multiple_of(PIECE).min(lanes.len());
-                if buffer.len() < end - *start {
-                    buffer.resize(end - *start, 0);
-                }
                 while end > base.copied() {
-                    let to = &mut buffer[base.copied() - *start..end - *start];
+                    let size = end - *start;
+                    if buffer.len() < size {
+                        buffer.resize(size, 0);
+                    }
+                    let to = &mut buffer[base.copied() - *start..size];
                     match (base.rest().first_chunk::<PIECE>(), to.first_chunk_mut()) {
                         (Some(from), Some(to)) => base.add_copied(&platform.copy_piece(from, to)),
                         _ => base.copy(to),
@@ -100,7 +102,7 @@ impl<'a> Window<'a, '_> {
         *start = end;
     }
 
-    /// Returns all lanes of the chunk. All must have been released.
+    /// Returns all lanes of the chunk. Buffered lanes must all have been released. The fence is dropped, so that they can be accessed.
     pub fn into_lanes(self) -> &'a mut [u8] {
         match self {
             Self::Filled { lanes, .. } | Self::Buffered { lanes, .. } => lanes,

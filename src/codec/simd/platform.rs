@@ -184,7 +184,7 @@ impl Platform {
     }
 
     /// Copies `from` to `to` with stores that bypass the cache, if this platform has them. The borrowed fence must be dropped before
-    /// another thread reads `to`.
+    /// `to` is accessed again.
     ///
     /// # Panics
     /// If the lengths differ.

@@ -69,7 +69,7 @@ impl CompactedLanes<'_> {
 /// Rows of a chunk sum per piece. Small in tests, so that short chunks span several pieces.
 pub(crate) const PIECE_ROWS: usize = if cfg!(any(test, fuzzing)) { 1 } else { 4 };
 /// Bytes per piece: the number of base lanes that a decoder copies at a time. A piece, its base lanes and the lists of its coded
-/// lanes fit in the L1 cache.
+/// lanes fit in the L1 cache, if few lanes are coded.
 pub(crate) const PIECE: usize = PIECE_ROWS * ChunkSum::BLOCK;
 /// Bytes per cache line.
 pub(super) const LINE: usize = 64;
