@@ -368,8 +368,7 @@ proptest! {
         prop_assert!(one.blob() == two.blob());
     }
 
-    /// Chunks are small enough to be encoded in full. The sizes of table sets and tensor entries are only estimated by the
-    /// choice.
+    /// The sizes of table sets, of tensor entries and of ways that are clearly larger are only estimated by the choice.
     #[test]
     fn codec_auto_takes_the_smallest(case in case_of(any_base())) {
         let with = |codec| {
@@ -387,7 +386,7 @@ proptest! {
             prop_assert!(pair.index().tensors().all(|tensor| known(tensor.codec)));
             let best = named.iter().filter(|(codec, _)| known(*codec)).map(|(_, size)| *size).min().unwrap_or_default();
             let size = pair.index().size() + pair.blob().len() as u64;
-            prop_assert!(size <= best + best / 32 + 64, "{:?}: {} bytes, {}", choice, size, best);
+            prop_assert!(size <= best + best / 16 + 128, "{:?}: {} bytes, {}", choice, size, best);
         }
     }
 

@@ -25,6 +25,8 @@ const RUN: RangeInclusive<usize> = 512..=4096;
 const MASKS: usize = *RUN.start() / 64;
 /// Number of runs per sample, spread evenly over the chunk.
 const RUNS: usize = 8;
+/// Chunks with fewer lanes have no sample: they are encoded quickly.
+const SAMPLED_LANES: usize = 4 * RUNS * *RUN.start();
 /// Codec `zstd` encodes up to `2 * FEW` changes quickly, so such chunks are not sampled. If there are more changes, on at most a
 /// quarter of the lanes, the sample has at least `FEW` changes.
 const FEW: u64 = 1 << 9;
@@ -329,6 +331,7 @@ impl<'a> Part<'a> {
         let (lanes, changed) = (difference.lanes(), difference.changed as u64);
         match codec {
             Codec::Raw => None,
+            _ if lanes < SAMPLED_LANES => None,
             // If few lanes change, the time of codec `zstd` depends on the number of changes rather than the number of lanes.
             Codec::Zstd if 4 * changed <= lanes as u64 => (changed > 2 * FEW).then(|| Self::of_changes(difference)),
             _ => {
@@ -338,12 +341,11 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// `RUNS` runs of lanes, spread over the chunk and concatenated. `None` if the chunk has fewer than twice the lanes of `RUNS`
-    /// of the shortest runs.
+    /// `RUNS` runs of lanes, spread over the chunk and concatenated. `None` if the chunk is small.
     fn of_lanes(dtype: Dtype, base: &'a [u8], target: &'a [u8]) -> Option<Self> {
         let width = dtype.lane_bytes();
         let lanes = base.len() / width;
-        if lanes < 2 * RUNS * RUN.start() {
+        if lanes < SAMPLED_LANES {
             return None;
         }
         let step = lanes / RUNS;
