@@ -283,7 +283,8 @@ def test_sigterm_on_file_systems_without_unnamed_files(handler: str, tmp_path: P
         pytest.skip("strace is missing or not permitted")
     code = terminated(folder, handler, strace)
     left = [path.name for path in folder.iterdir()]
-    assert (tmp_path / "log").read_text().count("O_TMPFILE") == 2
+    # The signal may come before the second file is opened.
+    assert (tmp_path / "log").read_text().count("O_TMPFILE") in (1, 2)
     if handler == "exit":
         assert code == 143 and not left
     else:
