@@ -25,7 +25,7 @@ const RUN: RangeInclusive<usize> = 512..=4096;
 const MASKS: usize = *RUN.start() / 64;
 /// Number of runs per sample, spread evenly over the chunk.
 const RUNS: usize = 8;
-/// Chunks with fewer lanes have no sample: they are encoded quickly.
+/// Minimum number of lanes of a chunk that is sampled. Smaller chunks are encoded quickly.
 const SAMPLED_LANES: usize = 4 * RUNS * *RUN.start();
 /// Codec `zstd` encodes up to `2 * FEW` changes quickly, so such chunks are not sampled. If there are more changes, on at most a
 /// quarter of the lanes, the sample has at least `FEW` changes.
@@ -331,9 +331,10 @@ impl<'a> Part<'a> {
         let (lanes, changed) = (difference.lanes(), difference.changed as u64);
         match codec {
             Codec::Raw => None,
-            _ if lanes < SAMPLED_LANES => None,
             // If few lanes change, the time of codec `zstd` depends on the number of changes rather than the number of lanes.
-            Codec::Zstd if 4 * changed <= lanes as u64 => (changed > 2 * FEW).then(|| Self::of_changes(difference)),
+            Codec::Zstd if 4 * changed <= lanes as u64 => {
+                (lanes >= SAMPLED_LANES && changed > 2 * FEW).then(|| Self::of_changes(difference))
+            }
             _ => {
                 let part = Self::of_lanes(difference.dtype, difference.base, difference.target)?;
                 Some(Self { many: 4 * changed > lanes as u64, ..part })
@@ -341,7 +342,8 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// `RUNS` runs of lanes, spread over the chunk and concatenated. `None` if the chunk is small.
+    /// `RUNS` runs of lanes, spread over the chunk and concatenated. `None` if the chunk has fewer than
+    /// [`SAMPLED_LANES`].
     fn of_lanes(dtype: Dtype, base: &'a [u8], target: &'a [u8]) -> Option<Self> {
         let width = dtype.lane_bytes();
         let lanes = base.len() / width;
@@ -431,5 +433,23 @@ impl Lanes {
         let target_lanes = target.bytes(plan.target as usize, offset, size, &mut self.target)?;
         let base_lanes = PaddedBase::new(base, plan.base.map(|place| place as usize)).bytes(offset, size, &mut self.base)?;
         Ok((base_lanes, target_lanes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_chunks_are_not_sampled() {
+        // Codec `zstd` samples by changes if at most a quarter of the lanes change, and by lanes if more change.
+        for (changed, codec) in [(2 * FEW as usize + 1, Codec::Zstd), (SAMPLED_LANES, Codec::Zstd), (1, Codec::Conditioned)] {
+            for lanes in [SAMPLED_LANES - 1, SAMPLED_LANES] {
+                let (base, mut target, mut masks) = (vec![0; lanes], vec![0; lanes], Vec::new());
+                target[..changed.min(lanes)].fill(1);
+                let difference = Difference::find(Dtype::U8, &base, &target, &mut masks);
+                assert_eq!(Part::of(codec, difference).is_some(), lanes == SAMPLED_LANES, "{changed} changes, {codec:?}");
+            }
+        }
     }
 }
