@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import loaders  # noqa: E402 (needs torch)
+import loader_programs  # noqa: E402 (needs torch)
+import loaders  # noqa: E402
 
 import tpde.slices  # noqa: E402
 import tpde.torch  # noqa: E402
@@ -127,3 +129,30 @@ def test_random_loaders(seed: int, tmp_path: Path) -> None:
     for name, parameter in expected.parameters.items():
         integers = loaders.INTEGERS[parameter.element_size()]
         assert torch.equal(model.parameters[name].view(integers), parameter.view(integers)), name
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_random_programs(first: int) -> None:
+    """A map is equal to executing the loader, or says that it is not."""
+    results = Counter(loader_programs.check(loader_programs.Program(seed)) for seed in range(first, first + 100))
+    assert results["followed"] > 5 and results["kept"] > 5, results
+
+
+@pytest.mark.parametrize("seed", range(40, 60))
+def test_random_programs_by_pairs(seed: int, tmp_path: Path) -> None:
+    """The same with a pair that is made for the map."""
+    program = loader_programs.Program(seed)
+    live, fresh = program.parameters(), program.parameters()
+    loads = [program.loader(one, loader_programs.Holder(one)) for one in (live, fresh)]
+    loads[0](loader_programs.copies(program.base).items())
+    loads[1](loader_programs.copies(program.target).items())
+    try:
+        found = tpde.slices.record(loads[0], program.base, live)
+        found.check(missing="*")
+    except tpde.NotRecorded:
+        return
+    cut = tpde.slices.cut(program.target, [found.rectangles()])
+    tpde.torch.save_file(cut, tmp_path / "pair", base=program.base)
+    tpde.slices.check(found, tmp_path / "pair")
+    tpde.slices.apply_(found, tmp_path / "pair")
+    assert all(loader_programs.same_bits(live[name], fresh[name]) for name in live)

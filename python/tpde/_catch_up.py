@@ -33,7 +33,7 @@ class CatchUp:
     @staticmethod
     def is_possible(weights: Map, kept: Kept | None) -> bool:
         """Whether all parameters can be patched on a CUDA device, each element at one place."""
-        if kept is not None or any(one.parameter for one in weights.refusals):
+        if kept is not None or weights._equal or any(one.parameter for one in weights.refusals):
             return False
         slices = weights.slices()
         return bool(slices) and device_of_slices(slices) is not None and not _map.without_copies(slices)[1]

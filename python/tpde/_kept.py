@@ -29,6 +29,8 @@ class Kept:
     is_pending: bool = False
     #: Modules that are loaded together, because they share tensors, and these tensors.
     _groups: list[tuple[list[str], list[str]]] = field(default_factory=list, repr=False)
+    #: Further names of tensors.
+    _equal: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -47,7 +49,7 @@ class Kept:
         done = 0
         for modules, tensors in self._groups:
             try:
-                load_weights((name, _whole(by_tensor[name])) for name in tensors)
+                load_weights((each, _whole(by_tensor[name])) for name in tensors for each in (name, *self._equal.get(name, ())))
             except Exception as error:
                 message = f"loading module {modules[0]!r} again failed, after {done} others: {type(error).__name__}: {error}"
                 raise Poisoned(message, written=[], total=0) from error
@@ -76,11 +78,13 @@ def keep(weights: Any, base: Any, modules: Iterable[str], *, pinned: bool) -> Ke
         if name not in every:
             raise InvalidArgument(f"no module {name!r} in the map")
         wanted.add(name)
-    groups = _grouped(weights.tensors_of, wanted)
+    groups = _grouped(weights.tensors_of, wanted, [*weights._shapes], is_one=weights._loads_once)
     kept_modules = [module for modules, _ in groups for module in modules]
     indices = _indices(weights, set(kept_modules), {name for _, tensors in groups for name in tensors})
+    first: dict[str, str] = {other: name for name, others in weights._equal.items() for other in others}
     slices: list[Slice] = []
-    for name, tensor in base.items() if isinstance(base, Mapping) else base:
+    for own, tensor in base.items() if isinstance(base, Mapping) else base:
+        name = first.get(own, own)
         shape = weights._shapes.get(name)
         for index in indices.pop(name, []):
             if tuple(tensor.shape) != shape:
@@ -91,11 +95,15 @@ def keep(weights: Any, base: Any, modules: Iterable[str], *, pinned: bool) -> Ke
     if indices:
         more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
         raise InvalidArgument(f"the base lacks tensor {next(iter(indices))!r}{more}")
-    return Kept(kept_modules, slices, _groups=groups)
+    return Kept(kept_modules, slices, _groups=groups, _equal=weights._equal)
 
 
-def _grouped(tensors_of: Mapping[str, list[str]], wanted: Iterable[str]) -> list[tuple[list[str], list[str]]]:
-    """Modules and their tensors. Modules that share tensors are one group, also those that are not listed."""
+def _grouped(
+    tensors_of: Mapping[str, list[str]], wanted: Iterable[str], order: list[str], *, is_one: bool
+) -> list[tuple[list[str], list[str]]]:
+    """Modules and their tensors, in the order of the checkpoint. Modules that share tensors are one group, also those that are not
+    listed, or all are."""
+    places = {name: place for place, name in enumerate(order)}
     tensors: dict[str, list[str]] = {}
     modules: dict[str, list[str]] = {}
     for parameter, names in tensors_of.items():
@@ -113,8 +121,10 @@ def _grouped(tensors_of: Mapping[str, list[str]], wanted: Iterable[str]) -> list
                 group.append(one)
                 pending += [other for name in tensors.get(one, ()) for other in modules[name]]
         if group:
-            groups.append((group, list(dict.fromkeys(name for one in group for name in tensors.get(one, ())))))
-    return groups
+            groups.append((group, [name for one in group for name in tensors.get(one, ())]))
+    if is_one and groups:
+        groups = [([one for group, _ in groups for one in group], [name for _, names in groups for name in names])]
+    return [(group, sorted(set(names), key=places.__getitem__)) for group, names in groups]
 
 
 def _indices(weights: Any, modules: set[str], names: set[str]) -> dict[str, list[tuple[slice, ...]]]:

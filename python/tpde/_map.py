@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from ._errors import InvalidArgument, NotRecorded
-from ._recorder import Copy, Fill, Recording, Refusal, Target
+from ._contents import Copy, Elements, Refusal
+from ._errors import InvalidArgument
+from ._model import memory_range
+from ._recorder import Recording
 from ._slices import Slice
-from ._strides import NotRectangles, Placed, Region, Regions, rectangles, regions, remaining, with_rows
+from ._strides import NotRectangles, Placed, Region, Regions, rectangles, with_rows
 
 
 class Layout(NamedTuple):
@@ -58,74 +61,46 @@ class Piece:
         return viewed.as_strided(self.extent, self.strides, viewed.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True)
-class Elements:
-    """Elements of a parameter."""
-
-    parameter: str
-    index: tuple[slice, ...]
-
-    def __str__(self) -> str:
-        return f"{self.parameter}[{', '.join(f'{one.start}:{one.stop}' for one in self.index)}]"
-
-
 def module_of(parameter: str) -> str:
     """The name of the module of a parameter."""
     return parameter.rpartition(".")[0]
 
 
-def parameters_of(owner: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a dict, or parameters and persistent buffers of a module, under all of their names."""
-    if isinstance(owner, Mapping):
-        return dict(owner)
-    if not hasattr(owner, "named_modules"):
-        raise InvalidArgument(f"parameters is a {type(owner).__name__}: expected a dict of tensors or a module")
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in owner.named_modules(remove_duplicate=False):
-        own = [*module._parameters.items()]
-        own += [(name, one) for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set]
-        found |= {f"{prefix}.{name}" if prefix else name: tensor for name, tensor in own if tensor is not None}
-    return found
-
-
-def build(recording: Recording, shapes: Mapping[str, tuple[int, ...]], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a map."""
-    targets = {target.names[0]: target for target in recording.targets.values()}
-    by_parameter: dict[str, list[Copy | Fill]] = {name: [] for name in targets}
-    for write in recording.writes:
-        by_parameter[write.parameter].append(write)
-    refusals, tensors_of = [*recording.refusals], {}
+def build(
+    recording: Recording, shapes: Mapping[str, tuple[int, ...]], offered: Mapping[str, Any], equal: Mapping[str, str]
+) -> dict[str, Any]:
+    """The fields of a map. ``equal`` has the first name of each tensor that has several, by its further ones."""
+    listed = [one for one in recording.contents if one.target.is_listed]
+    refusals = [*recording.refusals]
+    tensors_of = {one.name: one.tensors for one in listed}
+    for refusal in refusals:
+        if refusal.parameter is not None:
+            known = tensors_of.setdefault(refusal.parameter, [])
+            known += [name for name in refusal.tensors if name not in known]
+    # The loader gets them again in the order of the checkpoint.
+    places = {name: place for place, name in enumerate(shapes)}
+    tensors_of = {name: sorted(names, key=places.__getitem__) for name, names in tensors_of.items()}
+    refused = {one.parameter for one in refusals}
     pieces: list[Piece] = []
     constants: list[Elements] = []
     missing: list[Elements] = []
-    for name, target in targets.items():
-        writes = list(dict.fromkeys(by_parameter[name]))
-        copies = [one for one in writes if isinstance(one, Copy)]
-        refused = [one for one in recording.refusals if one.parameter == name]
-        names = [one.tensor for one in copies] + [tensor for one in refused for tensor in one.tensors]
-        tensors_of[name] = list(dict.fromkeys(names))
-        own: list[Piece] = []
-        coverage = _Coverage(target)
-        for write in writes:
+    for contents in listed:
+        own, reason = [], None
+        for copy in () if contents.name in refused else contents.copies:
             try:
-                coverage.add(write)
-                if isinstance(write, Copy):
-                    own += _pieces(write, shapes[write.tensor], offered[write.tensor][0].dtype)
+                own += _pieces(copy, contents.name, shapes[copy.tensor], offered[copy.tensor][0].dtype)
             except NotRectangles as error:
-                tensors = (write.tensor,) if isinstance(write, Copy) else ()
-                where = write.where if isinstance(write, Copy) else ""
-                refused.append(Refusal("aten.copy_" if tensors else "aten.fill_", tensors, name, where, str(error)))
-                refusals.append(refused[-1])
-        if not refused and (interleaved := _interleaved(own)):
-            reason = f"its rows are between those of tensor {interleaved[0].tensor}"
-            where = next(one.where for one in copies if one.tensor == interleaved[1].tensor)
-            refused = [Refusal("aten.copy_", (interleaved[1].tensor,), name, where, reason)]
-            refusals += refused
-        if refused:
-            continue
-        pieces += own
-        constants += [Elements(name, index) for index in coverage.constants()]
-        missing += [Elements(name, index) for index in coverage.missing()]
+                reason = reason or Refusal("aten.copy_", (copy.tensor,), contents.name, copy.where, str(error))
+        if reason is None and (interleaved := _interleaved(own)):
+            where = next(one.where for one in contents.copies if one.tensor == interleaved[1].tensor)
+            text = f"its rows are between those of tensor {interleaved[0].tensor}"
+            reason = Refusal("aten.copy_", (interleaved[1].tensor,), contents.name, where, text)
+        if reason is not None:
+            refusals.append(reason)
+        elif contents.name not in refused:
+            pieces += own
+            constants += contents.constants()
+            missing += contents.missing()
     pieces, overlapping = _without_overlaps(pieces)
     refusals += overlapping
     used = {tensor for names in tensors_of.values() for tensor in names}
@@ -134,19 +109,47 @@ def build(recording: Recording, shapes: Mapping[str, tuple[int, ...]], offered: 
         "refusals": refusals,
         "constants": constants,
         "missing": missing,
-        "unused": [name for name in shapes if name not in used],
-        "tied": {name: target.names[1:] for name, target in targets.items() if target.names[1:]},
+        "unused": [name for name in shapes if equal.get(name, name) not in used],
+        "tied": {one.name: one.target.names[1:] for one in listed if one.target.names[1:]},
         "tensors_of": tensors_of,
         "_shapes": dict(shapes),
-        "_layouts": {name: Layout.of(target.tensor) for name, target in targets.items()},
+        "_loads_once": recording.ends_refused,
+        "_equal": {first: [name for name in equal if equal[name] == first] for first in equal.values()},
+        "_layouts": {one.name: Layout.of(one.target.tensor) for one in listed},
     }
 
 
-def _pieces(copy: Copy, shape: tuple[int, ...], dtype: Any) -> list[Piece]:
+def _pieces(copy: Copy, parameter: str, shape: tuple[int, ...], dtype: Any) -> list[Piece]:
     placed = [row for one in rectangles(copy.loops, copy.start, shape, copy.offset) for row in with_rows(one)]
+    return [Piece(copy.tensor, Region(one.origin, one.extent).index, parameter, one.offset, one.strides, dtype) for one in placed]
+
+
+def in_pair(slices: Iterable[Slice], equal: Mapping[str, list[str]], names: Container[str]) -> list[Slice]:
+    """The slices, with a name of their tensor that is among ``names`` if it has one."""
+    if not equal:
+        return [*slices]
     return [
-        Piece(copy.tensor, Region(one.origin, one.extent).index, copy.parameter, one.offset, one.strides, dtype) for one in placed
+        replace(each, name=next((name for name in (each.name, *equal.get(each.name, ())) if name in names), each.name))
+        for each in slices
     ]
+
+
+def check_tied(live: Mapping[str, torch.Tensor], tied: Mapping[str, list[str]], names: Iterable[str]) -> None:
+    """Raises unless those of these parameters are one memory that were so when the loader was recorded."""
+    places: list[tuple[int, int, int, str]] = []
+    for name in names:
+        if (first := memory_range(live[name])) is None:
+            continue
+        places.append((first[0], first[1].start, first[1].stop, name))
+        for other in tied.get(name, ()):
+            if other in live and (memory_range(live[other]) != first or Layout.of(live[other]) != Layout.of(live[name])):
+                raise InvalidArgument(
+                    f"parameters {name!r} and {other!r} are not the same memory: expected tied parameters, as recorded"
+                )
+    for before, after in pairwise(sorted(places)):
+        if before[0] == after[0] and after[1] < before[2]:
+            both = sorted([before[3], after[3]])
+            raise InvalidArgument(f"parameters {both[0]!r} and {both[1]!r} share memory: expected separate ones, as recorded")
 
 
 def _interleaved(pieces: list[Piece]) -> tuple[Piece, Piece] | None:
@@ -157,56 +160,6 @@ def _interleaved(pieces: list[Piece]) -> tuple[Piece, Piece] | None:
             return last, one
         last, end = one, Placed((), one.extent, one.offset, one.strides).end
     return None
-
-
-class _Coverage:
-    """The elements of a parameter that are written, with its dims in the order of memory."""
-
-    def __init__(self, target: Target) -> None:
-        self.name, self.order = target.names[0], target.order
-        self.shape = tuple(target.tensor.shape[dim] for dim in target.order)
-        self.copied = Regions()
-        self.filled: list[Region] = []
-
-    def add(self, write: Copy | Fill) -> None:
-        """Adds the elements of a write. A copy may follow a write of constants."""
-        if isinstance(write, Fill):
-            written = regions(write.shape, write.strides, write.offset, self.shape)
-            self._refuse_twice(written, "constants")
-            self.filled += written
-            return
-        sizes, strides = [loop.size for loop in write.loops], [loop.memory for loop in write.loops]
-        written = regions(sizes, strides, write.offset, self.shape)
-        self._refuse_twice(written, write.tensor)
-        for region in written:
-            self.copied.add(region, write.tensor)
-
-    def _refuse_twice(self, written: list[Region], by: str) -> None:
-        for region in written:
-            if found := self.copied.find(region):
-                where, tensor = Elements(self.name, self._index(found[0])), found[1]
-                raise NotRecorded(f"{where} is written twice: from {tensor} and {by}", tensor=tensor, parameter=self.name)
-
-    def constants(self) -> list[tuple[slice, ...]]:
-        """The elements that are written, but not from a checkpoint."""
-        apart: list[Region] = []
-        for region in self.filled:
-            apart += remaining([region], apart)
-        return [self._index(one) for one in remaining(apart, [region for region, _ in self.copied.every])]
-
-    def missing(self) -> list[tuple[slice, ...]]:
-        """The elements that are not written."""
-        if 0 in self.shape:
-            return []
-        every = Region((0,) * len(self.shape), self.shape)
-        return [self._index(one) for one in remaining([every], [*(region for region, _ in self.copied.every), *self.filled])]
-
-    def _index(self, region: Region) -> tuple[slice, ...]:
-        """The elements as an index of the parameter."""
-        index = [slice(0, 0)] * len(self.order)
-        for dim, one in zip(self.order, region.index):
-            index[dim] = one
-        return tuple(index)
 
 
 def _without_overlaps(pieces: list[Piece]) -> tuple[list[Piece], list[Refusal]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: Most rectangles of one copy. A loader that needs more of them takes single rows or elements.
 MOST_RECTANGLES = 4096
@@ -107,20 +107,13 @@ def loops_of(shape: Sequence[int], source: Sequence[int], memory: Sequence[int])
     return [Loop(*loop) for loop in zip(shape, source, memory) if loop[0] > 1]
 
 
-def copied(shape: Sequence[int], strides: Sequence[int], offset: int, origin: Origin) -> Origin:
-    """The origin of a contiguous copy of a view of a storage."""
-    loops, start = follow(loops_of(shape, strides, contiguous(shape)), offset, origin)
-    loops.sort(key=lambda loop: -loop.memory)
-    return Origin(tuple(loop.size for loop in loops), tuple(loop.source for loop in loops), start)
-
-
 def rectangles(loops: Iterable[Loop], start: int, shape: Sequence[int], offset: int) -> list[Placed]:
     """The rectangles of a tensor of this shape that loops walk from element ``start`` on, and where they are in memory.
 
     Raises:
         NotRectangles: There are more than :data:`MOST_RECTANGLES`.
     """
-    loops, start = follow(_merged(loops), start, whole(shape))
+    loops, start = follow(merged(loops), start, whole(shape))
     steps = contiguous(shape)
     first = [start // step % max(size, 1) for step, size in zip(steps, shape)]
     # Per dim, the loop of neighbouring elements. All other loops become several rectangles.
@@ -146,16 +139,16 @@ def rectangles(loops: Iterable[Loop], start: int, shape: Sequence[int], offset: 
     return placed
 
 
-def _merged(loops: Iterable[Loop]) -> list[Loop]:
+def merged(loops: Iterable[Loop]) -> list[Loop]:
     """Joins loops that walk neighbouring memory on both sides."""
-    merged: list[Loop] = []
+    joined: list[Loop] = []
     for loop in sorted(loops, key=lambda loop: -loop.source):
-        last = merged[-1] if merged else None
+        last = joined[-1] if joined else None
         if last and (last.source, last.memory) == (loop.size * loop.source, loop.size * loop.memory):
-            merged[-1] = Loop(last.size * loop.size, loop.source, loop.memory)
+            joined[-1] = Loop(last.size * loop.size, loop.source, loop.memory)
         else:
-            merged.append(loop)
-    return merged
+            joined.append(loop)
+    return joined
 
 
 def with_rows(placed: Placed) -> list[Placed]:
@@ -230,26 +223,30 @@ class Region:
 
 
 class Regions:
-    """Regions of one tensor, found by the elements that they have. Those with one index in the first dim, such as experts, are found
-    without looking at all others."""
+    """Regions of one tensor with a value each, found by the elements that they have. Those with one index in the first dim, such as
+    experts, are found without looking at all others."""
 
     def __init__(self) -> None:
-        self.every: list[tuple[Region, str]] = []
-        self._wide: list[tuple[Region, str]] = []
-        self._narrow: dict[int, list[tuple[Region, str]]] = {}
+        self.every: list[tuple[Region, Any]] = []
+        self._wide: list[tuple[Region, Any]] = []
+        self._narrow: dict[int, list[tuple[Region, Any]]] = {}
 
-    def add(self, region: Region, name: str) -> None:
-        """Adds a region, with the name of what it belongs to."""
-        self.every.append((region, name))
+    def add(self, region: Region, value: Any) -> None:
+        """Adds a region, with what belongs to it."""
+        self.every.append((region, value))
         is_narrow = bool(region.extent) and region.extent[0] == 1
-        (self._narrow.setdefault(region.origin[0], []) if is_narrow else self._wide).append((region, name))
+        (self._narrow.setdefault(region.origin[0], []) if is_narrow else self._wide).append((region, value))
 
-    def find(self, region: Region) -> tuple[Region, str] | None:
-        """Elements that a region has in common with one of these, and the name of that one."""
+    def near(self, region: Region) -> list[tuple[Region, Any]]:
+        """All regions that may have elements in common with this one."""
         is_narrow = bool(region.extent) and region.extent[0] == 1
-        for other, name in [*self._wide, *self._narrow.get(region.origin[0], ())] if is_narrow else self.every:
+        return [*self._wide, *self._narrow.get(region.origin[0], ())] if is_narrow else self.every
+
+    def find(self, region: Region) -> tuple[Region, Any] | None:
+        """Elements that a region has in common with one of these, and the value of that one."""
+        for other, value in self.near(region):
             if common := region.common(other):
-                return common, name
+                return common, value
         return None
 
 

@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _errors, _map
-from ._cuts import Rectangles, cut, is_within, volume, within
+from ._contents import Elements, Refusal
+from ._cuts import Rectangles, cut, is_within, volume, whole_of, within
 from ._dtypes import byte_shape, is_packed
 from ._kept import Kept, keep
-from ._map import Elements, Piece, module_of
+from ._map import Piece, module_of
 from ._memory import device_of
+from ._model import memory_range, parameters_of
 from ._paths import Digest, Inspection, StrPath, inspect
 from ._prepared import PreparedSlices
 from ._progress import Progress
-from ._recorder import Refusal
 from ._recorder import record as _record
 from ._slices import Slice, device_of_slices
 from ._state import Outcome
@@ -67,6 +68,10 @@ class Map:
     #: Tensors that each parameter has elements of, also of parameters that are refused.
     tensors_of: dict[str, list[str]] = field(repr=False)
     _shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    #: Whether all modules are loaded again in one call, because the loader changes some in every call.
+    _loads_once: bool = field(repr=False)
+    #: Further names of a tensor, by its first one: pairs may have either.
+    _equal: dict[str, list[str]] = field(repr=False)
     _layouts: dict[str, _map.Layout] = field(repr=False)
     _owner: Any = field(repr=False)
 
@@ -87,6 +92,8 @@ class Map:
         """
         patterns = [missing] if isinstance(missing, str) else list(missing)
         lacking = [one for one in self.missing if not any(fnmatchcase(one.parameter, pattern) for pattern in patterns)]
+        if not self.pieces and not self.refusals and self._layouts:
+            raise _errors.NotRecorded("the loader copies no tensor to a parameter")
         if lacking:
             more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise _errors.NotRecorded(f"the loader does not write {lacking[0]}{more}", parameter=lacking[0].parameter)
@@ -104,19 +111,25 @@ class Map:
     def bind(self, parameters: State | nn.Module) -> Map:
         """The same map of other parameters, such as those of the live model if the loader was recorded on another one.
 
+        Parameters that the map lacks are listed as missing.
+
         Raises:
-            InvalidArgument: A parameter is missing, or has another shape, dtype or layout.
+            InvalidArgument: A parameter is missing, has another shape, dtype or layout, or shares memory with others than it did.
         """
-        bound = replace(self, _owner=parameters)
-        bound._live()
-        return bound
+        live = replace(self, _owner=parameters)._live()
+        held = {memory_range(live[name]) for name in self._layouts}
+        known = {*self._layouts, *(other for names in self.tied.values() for other in names)}
+        more = {name: one for name, one in live.items() if name not in known and memory_range(one) not in held}
+        missing = [one for one in self.missing if one.parameter in known]
+        missing += [Elements(name, whole_of(tuple(one.shape))) for name, one in more.items() if one.numel()]
+        return replace(self, missing=missing, _owner=parameters)
 
     def replaced(self) -> list[str]:
         """Names of the modules whose parameters are missing, or have another shape, dtype or layout than they had.
 
         A kernel has replaced them after loading. Such modules are loaded again, see :meth:`keep`.
         """
-        live = _map.parameters_of(self._owner)
+        live = parameters_of(self._owner)
         other = {name for name, layout in self._layouts.items() if name not in live or _map.Layout.of(live[name]) != layout}
         return sorted({module_of(name) for name in other})
 
@@ -129,14 +142,12 @@ class Map:
         Raises:
             InvalidArgument: A parameter is missing, or has another shape, dtype or layout than it had.
         """
-        return self._slices(frozenset(without), None)
-
-    def _slices(self, without: Container[str], tensors: Container[str] | None) -> list[Slice]:
+        without = frozenset(without)
         live = self._live(without)
         return [
             Slice(one.tensor, one.index, one.memory(live[one.parameter]), self._shapes[one.tensor])
             for one in self.pieces
-            if module_of(one.parameter) not in without and (tensors is None or one.tensor in tensors)
+            if module_of(one.parameter) not in without
         ]
 
     def rectangles(self, kept: Kept | None = None) -> Rectangles:
@@ -164,17 +175,17 @@ class Map:
 
     def _device(self) -> Any:
         """The CUDA device of the parameters; ``None`` for the CPU."""
-        live = _map.parameters_of(self._owner)
+        live = parameters_of(self._owner)
         return device_of(live[name] for name in self._layouts if name in live)
 
     def _addresses(self, without: Container[str] = ()) -> list[Any]:
         """Where parameters are, to notice those that were moved."""
-        live = _map.parameters_of(self._owner)
+        live = parameters_of(self._owner)
         held = [(name, live.get(name)) for name in self._layouts if module_of(name) not in without]
         return [(name, one.data_ptr(), _map.Layout.of(one)) if one is not None else name for name, one in held]
 
     def _live(self, without: Container[str] = ()) -> dict[str, torch.Tensor]:
-        live = _map.parameters_of(self._owner)
+        live = parameters_of(self._owner)
         for name, layout in self._layouts.items():
             if module_of(name) in without:
                 continue
@@ -182,6 +193,7 @@ class Map:
                 raise _errors.InvalidArgument(f"parameter {name!r} is missing")
             if _map.Layout.of(live[name]) != layout:
                 raise _errors.InvalidArgument(f"parameter {name!r} is {_map.Layout.of(live[name])}: expected {layout}, as recorded")
+        _map.check_tied(live, self.tied, [name for name in self._layouts if module_of(name) not in without])
         return live
 
 
@@ -189,34 +201,46 @@ def record(load_weights: Loader, tensors: StrPath | State, parameters: State | n
     """Run a weight loader without data, and return what it copies where.
 
     The loader gets tensors on the device ``meta``. Views of them are followed: slices, ``narrow``, ``chunk``, ``split``, ``view``,
-    ``reshape``, transposes, ``squeeze``, and copies without a cast. Copies to parameters are recorded and not done, so the model may
-    be live. Only what the calling thread does is seen. A copy in another thread fails, because the tensors have no data.
+    ``reshape``, transposes, ``squeeze``, and copies without a cast. So are copies from parameters to parameters. Copies to parameters
+    are recorded and not done, and attributes that the loader replaces are put back, so the model may be live. Only what the calling
+    thread does is seen. A copy in another thread fails, because the tensors have no data.
 
     Refused, by operation, tensor, parameter and line of the loader: arithmetic, casts, expanded and concatenated tensors, advanced
-    indices, transposed parameters, tensors with elements of less than a byte. A refused parameter is listed in
-    ``refusals`` of the map. The engine can load its module again, see :class:`Kept`.
+    indices, operators of other libraries, transposed parameters, tensors with elements of less than a byte, views of parameters as
+    elements of another size, and attributes that keep tensors. A refused parameter is listed in ``refusals`` of the map. The engine can
+    load its module again, see :class:`Kept`.
 
     Args:
         load_weights: Called with an iterator of tuples of name and tensor.
         tensors: The checkpoint's tensors, for their names, shapes and dtypes: the path of a pair, or a dict, for example of
-            tensors on the device ``meta``.
+            tensors on the device ``meta``. Names of the same memory, as of tied weights, are names of one tensor.
         parameters: The parameters that are loaded: a dict, or a module, of which parameters and persistent buffers count. They may
             be on any device, also on ``meta``. They are not written.
 
     Raises:
-        NotRecorded: The loader fails without data, two tensors are copied to the same elements of a parameter, or the loader replaces
-            the memory of a parameter.
+        NotRecorded: The loader fails without data, two tensors are copied to the same elements of a parameter, elements are written
+            after a copy or read before it, or the loader replaces the memory of a parameter.
     """
-    live = _map.parameters_of(parameters)
     if isinstance(tensors, Mapping):
         offered = {name: (tensor, False) for name, tensor in tensors.items()}
     else:
         offered = _tensors_of_pair(tensors)
-    recording = _record(load_weights, offered, live, lambda: _map.parameters_of(parameters))
-    return Map(
-        **_map.build(recording, {name: tuple(one.shape) for name, (one, _) in offered.items()}, offered),
-        _owner=parameters,
-    )
+    equal = _first_names({name: one for name, (one, _) in offered.items()})
+    recording = _record(load_weights, offered, parameters, equal)
+    shapes = {name: tuple(one.shape) for name, (one, _) in offered.items()}
+    return Map(**_map.build(recording, shapes, offered, equal), _owner=parameters)
+
+
+def _first_names(tensors: State) -> dict[str, str]:
+    """The first name of each tensor that has several, by its further ones: tied weights of a state dict."""
+    first: dict[Any, str] = {}
+    equal = {}
+    for name, tensor in tensors.items():
+        if (span := memory_range(tensor)) is not None:
+            known = first.setdefault((span, _map.Layout.of(tensor)), name)
+            if known != name:
+                equal[name] = known
+    return equal
 
 
 def _tensors_of_pair(pair: Any) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -271,7 +295,7 @@ def apply_(
     Raises:
         Repacked: Some modules do not hold the base, and others do. ``modules`` has their names, for :meth:`Map.keep`.
         WrongBase: The weights are not the base.
-        NotRecorded: A parameter is refused, and ``kept`` does not have its module.
+        NotRecorded: A parameter is refused, and ``kept`` does not have its module; or the map has no pieces.
         Poisoned: ``reload`` failed. All other weights are the target's. :meth:`Kept.reload` repeats the loading.
         InvalidArgument, and others: As for :func:`tpde.torch.apply_slices_`. Nothing was written then.
     """
@@ -330,6 +354,7 @@ class Prepared:
             )
         if kept is not None and reload is None:
             raise _errors.InvalidArgument("kept modules need the engine's loader: expected reload")
+        _require_pieces(weights, kept)
         self._strict = strict
         self._ready: list[PreparedSlices] = []
         self._digests = True
@@ -338,15 +363,23 @@ class Prepared:
     def _bind(self) -> None:
         """Finds the memory of all slices."""
         self._at = self._weights._addresses(self._second)
-        slices, self._of_kept = self._weights.slices(without=self._second), self._kept.slices if self._kept is not None else []
-        if not self._strict:
-            names = {one.name for one in inspect(self._pair, expect=self._expect).tensors}
-            slices, self._of_kept = ([one for one in some if one.name in names] for some in (slices, self._of_kept))
+        slices, of_kept = self._weights.slices(without=self._second), self._kept.slices if self._kept is not None else []
         self._first, copies = _map.without_copies(slices)
-        tensors = inspect(self._pair, expect=self._expect).tensors if copies else []
+        equal = self._weights._equal
+        tensors = inspect(self._pair, expect=self._expect).tensors if copies or equal or not self._strict else []
+        names = {one.name for one in tensors}
+        self._first, self._of_kept = (_map.in_pair(some, equal, names) for some in (self._first, of_kept))
+        if not self._strict:
+            self._first, self._of_kept = ([one for one in some if one.name in names] for some in (self._first, self._of_kept))
+            copies = [(one, other) for one, other in copies if one.name in names]
         has_base = {one.name for one in tensors if one.base_kind != "none"}
         #: Each further slice of a rectangle, and the first one, and whether the pair needs its base.
         self._copies = [(one, other, one.name in has_base) for one, other in copies]
+        #: Each slice of a tensor of which the pair has several names, and its further names.
+        further = {name: [other for other in (name, *others) if other in names][1:] for name, others in equal.items()}
+        self._equal = [
+            (one, replace(one, name=name)) for one in (*self._first, *self._of_kept) for name in further.get(one.name, ())
+        ]
 
     def _prepare(self, *, digests: bool) -> None:
         self._digests = digests
@@ -375,6 +408,8 @@ class Prepared:
                     found="others",
                 )
         try:
+            for one, other in self._equal:
+                self._require_equal(one, other)
             outcome = self._change(progress)
         except _errors.WrongBase as error:
             raise _explained(error, self._weights, self._second, self._pair, self._expect) from error
@@ -388,6 +423,18 @@ class Prepared:
             reloaded = kept.reload(reload)
         patched = {one.parameter for one in self._weights.pieces if module_of(one.parameter) not in self._second}
         return Report(outcome, len(patched) if outcome == "applied" else 0, reloaded)
+
+    def _require_equal(self, one: Slice, other: Slice) -> None:
+        values = []
+        for each in (one, other):
+            try:
+                values += _decode_apart([each], os.fspath(self._pair), self._expect)
+            except _errors.AlreadyApplied:
+                values.append(each.tensor)
+        if not _map.same_bits(values[0], values[1]):
+            raise _errors.InvalidArgument(
+                f"tensors {one.name!r} and {other.name!r} are loaded to the same parameter, and have other values in the pair"
+            )
 
     def _change(self, progress: Progress) -> Outcome:
         """Changes live parameters, and what is kept. Everything is checked before the first write.
@@ -426,15 +473,21 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
         WrongBase: The weights are not the base.
         UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument: As for :func:`tpde.torch.apply_slices_`.
     """
+    _require_pieces(weights, kept)
     inspection = inspect(pair, expect=expect)
     names = {one.name for one in inspection.tensors}
-    slices = weights._slices(frozenset(kept.modules if kept is not None else ()), names)
-    first, _ = _map.without_copies(slices)
-    of_kept = [one for one in kept.slices if one.name in names] if kept is not None else []
-    first, of_kept = (_held_by(inspection, some) for some in (first, of_kept))
+    first, _ = _map.without_copies(weights.slices(without=kept.modules if kept is not None else ()))
+    of_kept = kept.slices if kept is not None else []
+    first, of_kept = (_map.in_pair(some, weights._equal, names) for some in (first, of_kept))
+    first, of_kept = (_held_by(inspection, [one for one in some if one.name in names]) for some in (first, of_kept))
     for some in (first, of_kept) if _is_mixed(first, of_kept) else ([*first, *of_kept],):
         with contextlib.suppress(_errors.AlreadyApplied):
             _check(some, pair, expect)
+
+
+def _require_pieces(weights: Map, kept: Kept | None) -> None:
+    if not weights.pieces and not (kept is not None and kept.slices):
+        raise _errors.NotRecorded("the map has no pieces: the loader copies no tensor to a parameter")
 
 
 def _held_by(pair: Inspection, slices: list[Slice]) -> list[Slice]:
@@ -467,13 +520,14 @@ def _check(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
         PreparedSlices(slices, pair, expect=expect, digests=True, on_written=_raise_versions_of_slices).check()
 
 
-def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
+def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> list[torch.Tensor]:
     """Decodes slices into other memory."""
     scratch = [replace(one, tensor=torch.empty_like(one.tensor, memory_format=torch.contiguous_format)) for one in slices]
     try:
         apply_slices_(scratch, pair, base=slices, expect=expect)
     except _errors.Poisoned as poisoned:  # the other memory
         raise (poisoned.__cause__ or poisoned) from None
+    return [one.tensor for one in scratch]
 
 
 def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.WrongBase:
@@ -484,8 +538,9 @@ def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair:
         if module_of(one.parameter) not in without:
             memory = one.memory(live[one.parameter])
             by_module.setdefault(module_of(one.parameter), []).append(Slice(one.tensor, one.index, memory))
+    names = {one.name for one in inspect(pair, expect=expect).tensors}
     for module, slices in by_module.items():
-        first, _ = _map.without_copies(slices)
+        first, _ = _map.without_copies(_map.in_pair(slices, weights._equal, names))
         try:
             _check(first, pair, expect)
             held += 1
