@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,33 @@ class TestLayers:
             else:
                 assert layer._weight.bases[0].is_pinned()
             assert torch.equal(layer.weight, target.get_parameter(f"{name}.weight"))
+
+    @pytest.mark.parametrize("where", ["device", "host"])
+    @pytest.mark.parametrize("convert", [lambda model: model, lambda model: model.float(), lambda model: model.half()])
+    def test_states_are_those_of_the_target(self, convert: Any, where: str, deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+        base, target, pair = deep
+        attached = tpde.nn.attach(base.cpu() if where == "host" else base, pair, device="cuda")
+        base, target = convert(base), convert(target)
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+            found, expected = base.state_dict(), target.state_dict()
+            assert list(found) == list(expected) and {one.device for one in found.values()} == {torch.device("cuda", 0)}
+            assert all(torch.equal(found[name], one) for name, one in expected.items())
+            base.load_state_dict(expected)
+        torch.save(found, tmp_path / "state")
+        assert all(torch.equal(one, expected[name]) for name, one in torch.load(tmp_path / "state").items())
+        for refused in (
+            lambda: base.load_state_dict({name: one + 1 for name, one in expected.items()}, strict=False),
+            lambda: base.twin.weight.zero_(),
+            lambda: tpde.torch.apply_(base.state_dict(), pair),
+            lambda: base.twin.cpu(),
+        ):
+            with pytest.raises(tpde.InvalidArgument):
+                refused()
+        with torch.no_grad():
+            assert torch.equal(base(TOKENS.cuda()), target(TOKENS.cuda()))
+        attached.check()
 
     @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
     def test_weights_that_stay_quantised(self, kind: str, tmp_path: Path) -> None:

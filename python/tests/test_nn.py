@@ -60,26 +60,16 @@ def target_of(model: torch.nn.Module, names: list[str] | None = None) -> dict[st
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_module_with_rebuilt_weights_is_not_saved_without_them(deep: tuple, wrapped: bool, tmp_path: Path) -> None:
+def test_a_module_with_rebuilt_weights_is_not_changed_in_place(deep: tuple, wrapped: bool) -> None:
     base, target, pair = deep
-    plain = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     attached = tpde.nn.attach(base, pair)
     name = next(name for name, _ in base.named_modules() if name in attached.layers)
     module = torch.nn.Sequential(base) if wrapped else base
     more = len(set(attached.layers.values())) - 1  # one module has two names
-    for call in (
-        lambda: tpde.torch.save_file(module, tmp_path / "q"),
-        lambda: tpde.torch.save_file(plain, tmp_path / "q", base=module),
-        lambda: tpde.torch.save_file(module, tmp_path / "q", base=plain),
-        lambda: tpde.torch.apply_(module, pair, strict=False),
-    ):
+    for strict in (False, True):
         with pytest.raises(tpde.InvalidArgument, match=f"'{'0.' if wrapped else ''}{name}' and {more} more .*rebuild"):
-            call()
-    assert not list(tmp_path.glob("q*"))
-    # The dict that the error message advises.
-    state = {**base.state_dict(), **{f"{name}.weight": layer.weight for name, layer in attached.layers.items()}}
-    tpde.torch.save_file(state, tmp_path / "q", base=plain)
-    assert raw_of(tpde.torch.load_file(tmp_path / "q", base=plain)) == raw_of(target.state_dict())
+            tpde.torch.apply_(module, pair, strict=strict)
+    assert raw_of(base.state_dict()) == raw_of(target.state_dict())
 
 
 def loaded(state: dict[str, torch.Tensor], device: str = "cpu", **how: object) -> Deep:
@@ -202,7 +192,7 @@ def test_dtypes_and_autocast(dtype: torch.dtype, tmp_path: Path) -> None:
                 assert torch.equal(base(TOKENS), plain(TOKENS))
                 compiled = torch.compile(base, fullgraph=True, backend="aot_eager")
                 assert torch.equal(compiled(TOKENS), plain(TOKENS))
-    with pytest.raises(RuntimeError), torch.no_grad():  # PyTorch reports mismatched dtypes
+    with pytest.raises(tpde.InvalidArgument, match="expected an input in"), torch.no_grad():
         base.twin(torch.ones(1, 64, dtype=torch.bfloat16))
     with torch.inference_mode():
         assert torch.equal(base(TOKENS), plain(TOKENS))

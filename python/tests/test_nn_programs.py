@@ -14,9 +14,11 @@ import pytest
 
 import tpde
 from test_nn import TOKENS, Deep, deep, loaded, target_of  # noqa: F401 (a fixture)
+from test_torch import raw_of
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed.checkpoint.state_dict as dcp_state  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -375,6 +377,11 @@ class TestWrapped:
         torch.distributed.fsdp.fully_shard(base, mesh=mesh)
         with torch.no_grad():
             assert torch.equal(base(TOKENS), target(TOKENS))
+        whole = dcp_state.get_model_state_dict(base, options=dcp_state.StateDictOptions(full_state_dict=True))
+        assert raw_of(whole) == raw_of(target.state_dict()) and list(base.state_dict()) == list(whole)
+        other = {name: tensor + 1 for name, tensor in whole.items()}
+        with pytest.raises(tpde.InvalidArgument, match="cannot be replaced"):
+            dcp_state.set_model_state_dict(base, other, options=dcp_state.StateDictOptions(full_state_dict=True, strict=False))
 
     def test_a_sharded_model_is_refused(self, deep: tuple[Deep, Deep, Path]) -> None:
         base, _, pair = deep

@@ -39,7 +39,7 @@ def describe(
         if is_torch(value):
             from . import _torch_memory
 
-            return _torch_memory.describe(name, value, expected, device, has_rows=has_rows)
+            return _torch_memory.describe(name, value, expected, device, writable=writable, has_rows=has_rows)
         if str(device) != "cpu":
             raise InvalidArgument(f"tensor {name!r} is an array on the CPU, others are on {device}")
         return describe_array(name, value, expected, writable=writable, has_rows=has_rows)

@@ -50,6 +50,8 @@ class Weight:
         self.dtype = dtype_of(entry.dtype)
         self.bytes = self.shape[0] * self.shape[1] * self.dtype.itemsize
         self.failures = Failures() if failures is None else failures
+        #: Name and value of the weight in the last state dict that had it.
+        self.saved: tuple[str, weakref.ref[torch.Tensor]] | None = None
         #: Random, so that the handle in a program saved by another process matches no weight here.
         self.handle = secrets.randbits(63)
         #: The handle, then 256 bits that identify the weight in any process: a hash of the pair's digest and the tensor's name.
@@ -66,6 +68,12 @@ class Weight:
 
     def __deepcopy__(self, _: Any) -> Weight:
         return self  # copies of a model share the weight, which is never written
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgument(
+            f"the weight {self.entry.name!r} is rebuilt from a base and a pair, which are not pickled: save the model's "
+            "state_dict(), or call tpde.nn.attach in the process that needs the model"
+        )
 
     @classmethod
     def find(cls, key: torch.Tensor, device: torch.device) -> Weight:

@@ -107,13 +107,12 @@ def describe_held(value: Held, device: Any) -> list[Any]:
 def saved_of(value: Any) -> Mapping[str, Any]:
     """The tensors of a state dict, or those that a module saves. A module does not save all of its buffers."""
     if not isinstance(value, Mapping) and hasattr(value, "state_dict"):
-        refuse_rebuilt(value)
         value = value.state_dict()
     return state_of(value)
 
 
 def refuse_rebuilt(module: Any) -> None:
-    """Raises for a module with layers of :mod:`tpde.nn`: their weights are not in its state dict and would be missing silently."""
+    """Raises for a module with layers of :mod:`tpde.nn`: their weights are not in memory and cannot be changed in place."""
     nn = sys.modules.get("tpde.nn")
     if nn is None or not hasattr(module, "named_modules"):
         return
@@ -121,8 +120,8 @@ def refuse_rebuilt(module: Any) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise InvalidArgument(
-            f"layer {names[0]!r}{more} of the module rebuilds its weight, which is not among the module's tensors: pass a dict "
-            "with the weight of each such layer, layer.weight, or the model as it was before tpde.nn.attach"
+            f"layer {names[0]!r}{more} of the module rebuilds its weight, which cannot be changed in place: apply the pair to the "
+            "model as it was before tpde.nn.attach, or to its state_dict() in a model without attached layers"
         )
 
 
@@ -170,6 +169,8 @@ def apply_(
     outline = opened.outline()
     names, is_written = outline.names(), outline.is_written()
     missing = [name for name in names if name not in tensors]
+    if missing and strict:
+        refuse_rebuilt(target)
     if missing and strict and len(missing) == len(names) and tensors:
         ours = next(iter(tensors))
         raise InvalidArgument(f"no tensor of the pair is among the given ones: the pair has {missing[0]!r}, given is {ours!r}")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _tpde
 from ._dtypes import BITS, TORCH, byte_shape, is_packed
 from ._errors import DeviceUnavailable, InvalidArgument, NotContiguous
+from ._read_only import ReadOnly
 from ._tensor import Memory, as_expected, no_memory, pitch_and_size
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
@@ -54,9 +55,15 @@ def describe(
     expected: tuple[str, list[int]] | None = None,
     device: Any = "cpu",
     *,
+    writable: bool = False,
     has_rows: bool = False,
 ) -> Memory:
     """Checks a tensor on this device and describes its memory. A tensor that ``has_rows`` need not be contiguous."""
+    if writable and isinstance(tensor, ReadOnly):
+        raise InvalidArgument(
+            f"tensor {name!r} is a copy of the weight of an attached layer, which rebuilds its weight at each call: apply the pair to "
+            "a model without attached layers"
+        )
     without_memory = f"tensor {name!r} is a {type(tensor).__name__} on {tensor.device} without memory of its own"
     if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
         raise InvalidArgument(without_memory)

@@ -11,11 +11,13 @@ and decoded on side streams. On the CPU, all steps run in sequence. There are no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _operator
 from ._capture import Graph
@@ -26,6 +28,7 @@ from ._open import Reader, state_of
 from ._paths import Digest, StrPath, check_digest, open_pair
 from ._progress import Progress
 from ._prefetch import DeviceWeight, Prefetcher
+from ._read_only import ReadOnly
 from ._rebuilt import HostWeight, Weight
 from ._slot import Failures
 from ._torch_memory import check_device, dtype_of
@@ -35,7 +38,7 @@ __all__ = ["Attached", "JITCompressedLinear", "attach"]
 Payloads = Literal["pinned", "device"]
 
 
-class JITCompressedLinear(nn.Module):
+class JITCompressedLinear(nn.Linear):
     """A linear layer that rebuilds its weight at every call. :func:`attach` turns an ``nn.Linear`` into one.
 
     ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``. The output equals that of ``nn.Linear`` with the target
@@ -44,19 +47,22 @@ class JITCompressedLinear(nn.Module):
     pair, by its digest, and the tensor. A program that is loaded in another process needs a model there to which the same pair is
     attached, on the same device; with another pair it is refused.
 
-    The bias is a parameter without gradients. The weight is not a parameter and not in the state dict. A deep copy of the layer
-    shares the weight.
+    The bias is a parameter without gradients. The weight is not a parameter: ``parameters()`` and optimizers do not see it. The
+    state dict has it, rebuilt on the layer's device in memory of its own, and tied weights are tied there too. A deep copy of the
+    layer shares the weight. The weight cannot be replaced: ``load_state_dict`` accepts only equal values, also with
+    ``strict=False``. Conversions such as ``half()`` apply to the rebuilt weight.
 
     Raises:
-        InvalidArgument: When it is called with an input that needs a derivative: one that requires gradients, has a tangent, or
-            belongs to a transform of ``torch.func``.
+        InvalidArgument: When it is called with an input of another dtype, or one that needs a derivative: one that requires
+            gradients, has a tangent, or belongs to a transform of ``torch.func``. When its weight would be replaced, written, moved
+            to another device, converted after a conversion with loss, or pickled.
         Invalid: When a payload is damaged, or the base was changed. On a CUDA device it is raised by a later call of any layer of
             the same model, or by :meth:`Attached.check`.
     """
 
-    out_features: int
     _weight: Weight
-    bias: nn.Parameter | None
+    #: The dtype to which the layer was converted. At first that of the weight.
+    _dtype: torch.dtype
     key: torch.Tensor
 
     def __init__(self) -> None:
@@ -69,14 +75,30 @@ class JITCompressedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, rebuilt in new memory."""
-        return self._weight.rebuilt()
+        """The weight, rebuilt in new memory. It cannot be written, a clone of it can."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return ReadOnly.of(self._weight.rebuilt().to(self._dtype))
+
+    @weight.setter
+    def weight(self, _: Any) -> None:
+        raise self._is_fixed("replaced")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As for other modules."""
+        if name == "weight":
+            raise self._is_fixed("replaced")
+        super().register_parameter(name, param)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: ``(…, in_features)``, of the weight's dtype and on its device. Returns ``(…, out_features)``."""
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         if cast:  # as PyTorch does for nn.Linear; explicit for the operator's fake kernel
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        elif x.dtype != self._dtype:
+            raise InvalidArgument(f"layer with the weight {self._name}: expected an input in {self._dtype}, found {x.dtype}")
+        if self._dtype != self._weight.dtype:
+            self._check_conversion(x.dtype)
+            cast = True
         if _operator.is_plain(x, self.bias, self._weight.torch_device):
             return _operator.call(self._weight, x, self.bias, self.out_features, cast)
         y: torch.Tensor = _operator.linear(x, self.bias, self.key, self.out_features, cast)
@@ -85,18 +107,103 @@ class JITCompressedLinear(nn.Module):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"tensor={self._weight.entry.name!r}"
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tensor={self._name}"
         )
+
+    @property
+    def _name(self) -> str:
+        return repr(self._weight.entry.name)
+
+    def _is_fixed(self, what: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"the weight {self._name} is rebuilt from a base and a pair, and cannot be {what}: change the model before "
+            "tpde.nn.attach, or load its state_dict() into a model without attached layers"
+        )
+
+    def _check_conversion(self, dtype: torch.dtype) -> None:
+        """The weight is converted once, from its own dtype. That equals two conversions if the first one is without loss."""
+        stored, current = self._weight.dtype, self._dtype
+        if dtype != current and not _holds(current, stored):
+            raise self._is_fixed(f"converted from {stored} to {current} and then to {dtype}")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> JITCompressedLinear:  # noqa: FBT001, FBT002
+        probe = fn(torch.empty((0, 0), dtype=self._dtype, device=self._weight.torch_device))
+        if probe.device != self._weight.torch_device:
+            raise self._is_fixed(f"moved from {self._weight.torch_device} to {probe.device} (device= of attach chooses its device)")
+        self._check_conversion(probe.dtype)
+        self._dtype = probe.dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        name = f"{prefix}weight"
+        # Layers with one weight share it, so that tools see that they are tied.
+        earlier, saved = self._weight.saved or ("", None)
+        weight = None if saved is None else saved()
+        if weight is None or weight is not destination.get(earlier) or weight.dtype != self._dtype:
+            weight = self.weight
+            self._weight.saved = name, weakref.ref(weight)
+        destination[name] = weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        name = f"{prefix}weight"
+        if strict and name not in state_dict:
+            missing_keys.append(name)
+        self._check_loaded(state_dict, prefix)
+        others = {key: value for key, value in state_dict.items() if key != name}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _check_loaded(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raises if loading would change the weight."""
+        name = f"{prefix}weight"
+        if name not in state_dict:
+            return
+        given, own = state_dict[name], self.weight
+        if isinstance(given, torch.Tensor) and given.shape == own.shape and not given.is_meta:
+            if not is_traceable_wrapper_subclass(given) and _raw_equal(given.detach().to(own.device, own.dtype), own):
+                return
+        raise InvalidArgument(
+            f"{name!r} is not the weight that the attached layer rebuilds, which cannot be replaced. Nothing of this layer was "
+            "loaded: load into a model without attached layers"
+        )
+
+
+def _check_all_loaded(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Called before anything is loaded into the model, so that a refusal leaves it unchanged."""
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, JITCompressedLinear):
+            layer._check_loaded(state_dict, f"{prefix}{name}." if name else prefix)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether each value of one dtype is a value of the other."""
+    try:
+        return wide == narrow or torch.promote_types(wide, narrow) == wide
+    except RuntimeError:  # of 8 bits, for example
+        return False
+
+
+def _raw_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _convert(plain: nn.Linear, weight: Weight, bias: nn.Parameter | None) -> JITCompressedLinear:
     """Turns a linear layer into one that rebuilds its weight. It stays the same object, with its hooks, its attributes and any
     ``forward`` of the instance, so all references to it see the converted layer."""
     layer: Any = plain
+    del layer.weight
     layer.__class__ = JITCompressedLinear
-    del layer._parameters["weight"]
-    layer._weight, layer.bias = weight, bias
+    layer._weight, layer._dtype, layer.bias = weight, weight.dtype, bias
     # Not a buffer, so that it stays on the CPU, where the operator reads it.
     layer.key = torch.tensor(weight.key, dtype=torch.int64, device="cpu")
     converted: JITCompressedLinear = layer
@@ -176,6 +283,11 @@ def attach(
     own tensors are only read, and may be shared with other models. Modules that are shared change for all models. Tensors must not
     be written while the model is used. To attach another pair, start again from the original model.
 
+    ``model.state_dict()`` has the rebuilt weights under their names, so functions that save a model save the target. It needs memory
+    for all of them at once; ``layer.weight`` rebuilds one. Tensors that only serve as the base of a rebuilt weight, such as scales of
+    FP8 weights, leave its module. Attach first, then wrap: with PEFT for inference with adapters, for example. An adapter cannot be
+    merged into an attached layer.
+
     Wrappers for distributed training: apply ``DistributedDataParallel`` or FSDP2's ``fully_shard`` after ``attach``, for forwards
     under ``torch.no_grad()``; the wrappers see the model's other parameters. ``attach`` refuses a model that ``fully_shard`` has
     already sharded. It also refuses a ``DistributedDataParallel``, whose tensors have other names: pass ``wrapped.module``.
@@ -245,6 +357,9 @@ def attach(
     for name, tensor in dense.items():
         named.set(name, tensor, parameters)
     layers = named.convert(weights)
+    for name in {*weights, *rebuilt}:
+        named.drop_base(name, opened.entries)
+    model.register_load_state_dict_pre_hook(_check_all_loaded)  # type: ignore[no-untyped-call]
     return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), opened.failures)
 
 
@@ -276,6 +391,16 @@ class _Model:
                 parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=old.requires_grad)
             new = parameters[id(tensor)]
         setattr(self.modules[first], last, new)
+
+    def drop_base(self, name: str, entries: Mapping[str, Entry]) -> None:
+        """Takes a quantised base out of the module of the tensor that was rebuilt from it, except tensors of the target. In a state
+        dict it would be an older version of the tensor."""
+        owner: Any = self.modules[name.rpartition(".")[0]]
+        entry = entries.get(name)
+        for base, _, _ in entry.bases if entry is not None and entry.base_kind == "dequantised" else []:
+            first, _, last = base.rpartition(".")
+            if self.modules.get(first) is owner and base not in entries and last in {**owner._parameters, **owner._buffers}:
+                delattr(owner, last)
 
     def convert(self, weights: Mapping[str, Weight]) -> dict[str, JITCompressedLinear]:
         """Converts each linear layer once, even if it has several names."""
@@ -317,6 +442,11 @@ class _OpenedPair:
         self.entries = {entry[0]: Entry(*entry) for entry in self.pair.tensors()}
         self._on_device: dict[torch.device, DevicePair] = {}
         missing = [name for name in self.entries if name not in model.tensors]
+        if missing and isinstance(model.modules.get(missing[0].rpartition(".")[0]), JITCompressedLinear):
+            raise InvalidArgument(
+                f"{missing[0]!r} is rebuilt from a pair that was attached before: attach to the original model. To attach a chain of "
+                "pairs, make one pair of them with tpde.fold"
+            )
         if missing:
             raise InvalidArgument(f"tensor {missing[0]!r} of the pair is not in the model")
 

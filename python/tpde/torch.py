@@ -118,9 +118,8 @@ def save_file(
     compressed bytes are copied to the host. :class:`Encoder` keeps memory for several pairs.
 
     Args:
-        tensors: The target: a state dict or a module. A module with layers of :mod:`tpde.nn` is refused, also as a base, because
-            its state dict lacks their weights. Pass a dict that also has ``layer.weight`` of each such layer: reading this
-            attribute rebuilds the weight. Or the slices that a rank of a distributed job holds, with ``shape``: the pair then has
+        tensors: The target: a state dict or a module. The weights of layers of :mod:`tpde.nn` are rebuilt, all at once. Or the
+            slices that a rank of a distributed job holds, with ``shape``: the pair then has
             these as parts, or with ``split`` the parts that the rank holds. :func:`tpde.merge` makes one pair of those of all
             ranks.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
@@ -188,7 +187,7 @@ def apply_(
               ``KeyboardInterrupt``) has a :class:`Poisoned` as its ``__cause__``. Either way the weights are a mixture. On the
               CPU, a forged blob is detected from format 1.2 on.
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
-            either case, because it lacks their weights.
+            either case, and so is its state dict, because their weights are not in memory.
         expect: As for :func:`tpde.apply`. Of several pairs, the digest of the last one.
         scratch: Bytes of memory in which several pairs are checked; by default 128 MiB. It is at least the size of the largest
             tensor, and never more than that of all tensors. If all tensors fit in it and have no gaps between rows, each pair is
