@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 import safetensors.torch  # noqa: E402 (needs torch)
 import tpde.nn  # noqa: E402
 
-PROGRAMS = int(os.environ.get("TPDE_NN_PROGRAMS", "60"))
+PROGRAMS = int(os.environ.get("TPDE_NN_PROGRAMS", "40"))
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 WIDTH = 16
 

@@ -139,8 +139,8 @@ class JITCompressedLinear(nn.Linear):
         name = f"{prefix}weight"
         # Layers with one weight share it, so that tools see that they are tied.
         earlier, saved = self._weight.saved or ("", None)
-        weight = None if saved is None else saved()
-        if weight is None or weight is not destination.get(earlier) or weight.dtype != self._dtype:
+        weight: Any = destination.get(earlier)
+        if saved is None or weight is None or weight.dtype != self._dtype or weight is not saved():
             weight = self.weight
             self._weight.saved = name, weakref.ref(weight)
         destination[name] = weight
@@ -396,10 +396,10 @@ class _Model:
         """Takes a quantised base out of the module of the tensor that was rebuilt from it, except tensors of the target. In a state
         dict it would be an older version of the tensor."""
         owner: Any = self.modules[name.rpartition(".")[0]]
-        entry = entries.get(name)
+        entry, held = entries.get(name), {*owner._parameters, *owner._buffers}
         for base, _, _ in entry.bases if entry is not None and entry.base_kind == "dequantised" else []:
             first, _, last = base.rpartition(".")
-            if self.modules.get(first) is owner and base not in entries and last in {**owner._parameters, **owner._buffers}:
+            if self.modules.get(first) is owner and base not in entries and last in held:
                 delattr(owner, last)
 
     def convert(self, weights: Mapping[str, Weight]) -> dict[str, JITCompressedLinear]:
