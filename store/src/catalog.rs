@@ -1,7 +1,7 @@
 //! The versions of a store. A branch is listed once, and its manifests are read when they are needed.
 
 use crate::error::{Error, Result};
-use crate::manifest::{Content, MAX_MANIFEST, Reference, Shortcut, Version};
+use crate::manifest::{Content, MAX_MANIFEST, Reference, Shortcut, VOID, Version, check_size};
 use crate::names::{self, BRANCHES, MAX_NUMBER, SHORTCUTS};
 use crate::remote::{self, IN_FLIGHT, Remote};
 use std::collections::btree_map::Entry;
@@ -27,12 +27,16 @@ pub(crate) struct Branch {
 enum Manifest {
     Listed(remote::Entry),
     Read(Box<Version>),
+    /// There is no version of this number, and never will be.
+    Void,
+    /// Not valid, for this reason.
+    Damaged(String),
 }
 
 impl Manifest {
     fn version(&self) -> Option<&Version> {
         match self {
-            Self::Listed(_) => None,
+            Self::Listed(_) | Self::Void | Self::Damaged(_) => None,
             Self::Read(version) => Some(version),
         }
     }
@@ -59,7 +63,7 @@ impl Branch {
         let get = |number: u64| remote.get(names::manifest(name, number), None, MAX_MANIFEST);
         let mut request = get(next);
         branch.read(remote, branch.manifests.keys().next_back().copied())?;
-        while let Some(bytes) = request.wait()?? {
+        while let Some(bytes) = request.wait()?.or_else(|error| branch.damaged(next, error))? {
             branch.insert(next, &bytes)?;
             if next == MAX_NUMBER {
                 break;
@@ -78,12 +82,48 @@ impl Branch {
     }
 
     fn insert(&mut self, number: u64, bytes: &[u8]) -> Result<()> {
-        let version = Version::parse(bytes, &names::manifest(&self.name, number), &self.name, number)?;
+        if bytes == VOID {
+            self.manifests.insert(number, Manifest::Void);
+            return Ok(());
+        }
+        let version = match Version::parse(bytes, &names::manifest(&self.name, number), &self.name, number) {
+            Ok(version) => version,
+            Err(error) => return self.damaged(number, error).map(drop),
+        };
         if version.content == Content::Deleted {
             self.begin = self.begin.max(number + 1);
         }
         self.manifests.insert(number, Manifest::Read(Box::new(version)));
         Ok(())
+    }
+
+    /// Keeps the reason why a manifest is not valid. Other errors, also those of another schema, are returned.
+    fn damaged(&mut self, number: u64, error: Error) -> Result<Option<Vec<u8>>> {
+        let Error::Manifest { reason, .. } = error else { return Err(error) };
+        self.manifests.insert(number, Manifest::Damaged(reason));
+        Ok(None)
+    }
+
+    /// The manifests that are not valid, by number, with the reasons.
+    pub fn all_damaged(&self) -> impl Iterator<Item = (u64, Error)> {
+        self.manifests.iter().filter_map(|(number, manifest)| match manifest {
+            Manifest::Damaged(reason) => Some((*number, Error::manifest(&names::manifest(&self.name, *number), reason))),
+            _ => None,
+        })
+    }
+
+    /// Those of [`Branch::all_damaged`] that can be named.
+    pub fn live_damaged(&self) -> impl Iterator<Item = (u64, Error)> {
+        self.all_damaged().filter(|(number, _)| self.is_live(*number))
+    }
+
+    /// # Errors
+    /// That of the manifest if it is not valid.
+    fn check(&self, number: u64) -> Result<()> {
+        match self.manifests.get(&number) {
+            Some(Manifest::Damaged(reason)) => Err(Error::manifest(&names::manifest(&self.name, number), reason)),
+            _ => Ok(()),
+        }
     }
 
     /// Reads those of the manifests of these numbers that are there and were not read.
@@ -92,7 +132,11 @@ impl Branch {
             Some(Manifest::Listed(entry)) => Some((number, entry.clone())),
             _ => None,
         };
-        let missing: Vec<_> = numbers.into_iter().filter_map(listed).collect();
+        let (missing, large): (Vec<_>, Vec<_>) =
+            numbers.into_iter().filter_map(listed).partition(|(_, entry)| entry.bytes <= MAX_MANIFEST);
+        for (number, entry) in large {
+            check_size(entry.bytes, &entry.name).or_else(|error| self.damaged(number, error).map(drop))?;
+        }
         Remote::each(
             missing,
             |(_, entry)| remote.get_listed(entry, MAX_MANIFEST),
@@ -126,20 +170,29 @@ impl Branch {
                 }
             }
         }
+        self.check(number)?;
         Ok(self.manifests.get(&number).and_then(Manifest::version))
     }
 
     /// The newest versions, at most `count`, in ascending order of number.
     fn newest(&mut self, remote: &Remote, count: usize) -> Result<Vec<Version>> {
-        let numbers: Vec<u64> = self.numbers().rev().take(count).collect();
-        self.read(remote, numbers.iter().copied())?;
-        let read = numbers.iter().rev().filter(|number| self.is_live(**number));
-        Ok(read.filter_map(|number| self.manifests[number].version().cloned()).collect())
+        loop {
+            let mut numbers: Vec<u64> = self.numbers().rev().take(count).collect();
+            numbers.reverse();
+            // Some may turn out to be no versions, or to be gone.
+            self.read(remote, numbers.iter().copied())?;
+            numbers.iter().try_for_each(|number| self.check(*number))?;
+            let versions: Vec<_> = numbers.iter().filter_map(|number| self.live(*number)?.version().cloned()).collect();
+            if versions.len() == numbers.len() {
+                return Ok(versions);
+            }
+        }
     }
 
     /// Numbers of the versions that can be named, in ascending order.
     fn numbers(&self) -> impl DoubleEndedIterator<Item = u64> {
-        self.manifests.range(self.begin..).map(|(number, _)| *number).filter(|number| !self.pruned.contains(number))
+        let is_live = |found: &(&u64, &Manifest)| !matches!(found.1, Manifest::Void) && !self.pruned.contains(found.0);
+        self.manifests.range(self.begin..).filter(is_live).map(|(number, _)| *number)
     }
 
     /// Number of the newest version; `None` if there is no such branch.
@@ -149,12 +202,18 @@ impl Branch {
 
     /// Whether the version of this number can be named.
     pub fn is_live(&self, number: u64) -> bool {
-        number >= self.begin && self.manifests.contains_key(&number) && !self.pruned.contains(&number)
+        self.live(number).is_some()
     }
 
-    /// Number of the manifest that is written next. Numbers of deleted versions are not used again.
+    fn live(&self, number: u64) -> Option<&Manifest> {
+        let is_live = number >= self.begin && !self.pruned.contains(&number);
+        self.manifests.get(&number).filter(|manifest| is_live && !matches!(manifest, Manifest::Void))
+    }
+
+    /// Number of the manifest that is written next. Numbers of deleted versions are not used again; nor are those of versions that
+    /// were pruned because they were damaged.
     pub fn next_number(&self) -> u64 {
-        self.manifests.keys().next_back().map_or(0, |last| last + 1)
+        self.manifests.keys().next_back().max(self.pruned.last()).map_or(0, |last| last + 1)
     }
 
     /// The error for a version that cannot be named.
@@ -257,7 +316,19 @@ impl<'a> Catalog<'a> {
     }
 
     /// A branch, with all its manifests.
+    ///
+    /// # Errors
+    /// That of the first manifest that is not valid, of those of versions that can be named.
     pub fn whole(&mut self, name: &str) -> Result<Whole<'_>> {
+        let branch = self.sound_and_damaged(name)?;
+        match branch.live_damaged().next() {
+            Some((_, error)) => Err(error),
+            None => Ok(branch),
+        }
+    }
+
+    /// A branch, with all its manifests. [`Branch::all_damaged`] has those that are not valid.
+    pub fn sound_and_damaged(&mut self, name: &str) -> Result<Whole<'_>> {
         let remote = self.remote;
         let branch = self.branch_mut(name)?;
         branch.read(remote, branch.manifests.keys().copied().collect::<Vec<_>>())?;
@@ -277,7 +348,7 @@ impl<'a> Catalog<'a> {
     }
 
     /// Lists all branches, and returns their names.
-    fn list(&mut self) -> Result<Vec<String>> {
+    pub fn list(&mut self) -> Result<Vec<String>> {
         let mut listed: BTreeMap<String, Vec<remote::Entry>> = BTreeMap::new();
         for entry in self.remote.list(BRANCHES)? {
             let of = names::of_manifest(&entry.name).or(names::of_mark(&entry.name)).or(names::of_deletion(&entry.name));
@@ -326,6 +397,7 @@ impl<'a> Catalog<'a> {
         let branch = self.branch_mut(name)?;
         if branch.is_live(number) {
             branch.read(remote, [number])?;
+            branch.check(number)?;
         }
         // Once more, because it may be gone since it was listed.
         if !branch.is_live(number) {
@@ -341,28 +413,17 @@ impl<'a> Catalog<'a> {
         Ok(found.filter(|version| version.id == reference.id).cloned())
     }
 
-    /// All shortcuts, whether or not the versions are still there.
+    /// All shortcuts, whether or not the versions are still there. Those whose manifests are not valid are left out:
+    /// [`Catalog::damaged`] has them.
     pub fn all_shortcuts(&mut self) -> Result<Vec<Shortcut>> {
         let listed = self.remote.list(SHORTCUTS)?.into_iter();
-        let mut shortcuts = Vec::new();
-        let start = |entry: &remote::Entry| self.remote.get_listed(entry, MAX_MANIFEST);
-        Remote::each(listed.filter(|entry| names::of_shortcut(&entry.name).is_some()), start, |entry, bytes| {
-            // One that was deleted since it was listed is no error.
-            shortcuts.extend(bytes.map(|bytes| Shortcut::parse(&bytes, &entry.name)).transpose()?);
-            Ok(())
-        })?;
-        Ok(shortcuts)
+        let listed: Vec<_> = listed.filter(|entry| names::of_shortcut(&entry.name).is_some()).collect();
+        read_shortcuts(self.remote, &listed, &mut self.damaged)
     }
 
     /// Names of the manifests of all shortcuts.
     pub fn shortcut_names(&self) -> Result<Vec<String>> {
         Ok(self.remote.list(SHORTCUTS)?.into_iter().map(|entry| entry.name).collect())
-    }
-
-    /// Whether there is a manifest with the name of this shortcut, among those of a branch whose shortcuts were looked at.
-    pub fn shortcut_exists(&self, shortcut: &Shortcut) -> bool {
-        let object = shortcut.object();
-        self.listed.get(&shortcut.to.branch).is_some_and(|listed| listed.iter().any(|entry| entry.name == object))
     }
 
     /// The shortcuts to a version. Those whose manifests are not valid are left out: [`Catalog::damaged`] has them.
@@ -377,24 +438,44 @@ impl<'a> Catalog<'a> {
                 let below = names::shortcuts(&to.branch, to.number);
                 let first = listed.partition_point(|entry| entry.name < below);
                 let here = listed[first..].iter().take_while(|entry| entry.name.starts_with(&below));
-                let mut shortcuts = Vec::new();
-                let start = |entry: &&remote::Entry| self.remote.get_listed(entry, MAX_MANIFEST);
-                Remote::each(here.filter(|entry| names::of_shortcut(&entry.name).is_some()), start, |entry, bytes| {
-                    // One that was deleted since it was listed is no error.
-                    match bytes.map(|bytes| Shortcut::parse(&bytes, &entry.name)) {
-                        Some(Ok(shortcut)) => shortcuts.extend((shortcut.to.id == to.id).then_some(shortcut)),
-                        Some(Err(error)) => self.damaged.push((entry.name.clone(), error)),
-                        None => {}
-                    }
-                    Ok(())
-                })?;
+                let here: Vec<_> = here.filter(|entry| names::of_shortcut(&entry.name).is_some()).cloned().collect();
+                let mut shortcuts = read_shortcuts(self.remote, &here, &mut self.damaged)?;
+                shortcuts.retain(|shortcut| shortcut.to.id == to.id);
                 Ok(new.insert(shortcuts))
             }
         }
+    }
+
+    /// The manifests of shortcuts from one version to another that are not valid.
+    pub fn damaged_shortcuts(&mut self, from: &Version, to: &Version) -> Result<Vec<String>> {
+        self.shortcuts(to)?;
+        let ends = Some(((to.branch.as_str(), to.number), (from.branch.as_str(), from.number)));
+        let names = self.damaged.iter().map(|(object, _)| object);
+        Ok(names.filter(|object| names::of_shortcut(object) == ends).cloned().collect())
     }
 
     /// The manifests of shortcuts that are not valid, among those that were read.
     pub fn damaged(&self) -> &[(String, Error)] {
         &self.damaged
     }
+}
+
+/// Reads manifests of shortcuts. Those that are not valid go to `damaged`.
+fn read_shortcuts(remote: &Remote, listed: &[remote::Entry], damaged: &mut Vec<(String, Error)>) -> Result<Vec<Shortcut>> {
+    let mut shortcuts = Vec::new();
+    let (sound, large): (Vec<_>, Vec<_>) = listed.iter().partition(|entry| entry.bytes <= MAX_MANIFEST);
+    let too_large = |entry: &remote::Entry| Some((entry.name.clone(), check_size(entry.bytes, &entry.name).err()?));
+    damaged.extend(large.into_iter().filter_map(too_large));
+    let start = |entry: &&remote::Entry| remote.get_listed(entry, MAX_MANIFEST);
+    Remote::each(sound, start, |entry, bytes| {
+        // One that was deleted since it was listed is no error.
+        let bytes = bytes.filter(|bytes| **bytes != *VOID);
+        match bytes.map(|bytes| Shortcut::parse(&bytes, &entry.name)) {
+            Some(Ok(shortcut)) => shortcuts.push(shortcut),
+            Some(Err(error)) => damaged.push((entry.name.clone(), error)),
+            None => {}
+        }
+        Ok(())
+    })?;
+    Ok(shortcuts)
 }

@@ -1,4 +1,4 @@
-//! The digests that name objects.
+//! The digests and uploads that name objects.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
@@ -42,4 +42,65 @@ impl<'de> Deserialize<'de> for Digest {
         let digits = String::deserialize(deserializer)?;
         Self::parse(&digits).ok_or_else(|| de::Error::custom("expected 64 hexadecimal digits in lower case"))
     }
+}
+
+/// The call that has uploaded an object: 32 random hexadecimal digits in lower case. It is part of the object's name, so two calls
+/// never write the same object.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct UploadId(u128);
+
+impl UploadId {
+    pub(crate) fn new() -> Self {
+        Self(random())
+    }
+
+    /// The id of these digits.
+    pub(crate) fn parse(digits: &str) -> Option<Self> {
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        let is_id = digits.len() == 32 && digits.bytes().all(is_digit);
+        u128::from_str_radix(digits, 16).ok().filter(|_| is_id).map(Self)
+    }
+}
+
+impl fmt::Display for UploadId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for UploadId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for UploadId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for UploadId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let digits = String::deserialize(deserializer)?;
+        Self::parse(&digits).ok_or_else(|| de::Error::custom("expected 32 hexadecimal digits in lower case"))
+    }
+}
+
+thread_local! {
+    /// In tests, the state of the generator that a thread uses instead of the system's.
+    static SEED: std::cell::Cell<Option<u64>> = const { std::cell::Cell::new(None) };
+}
+
+/// Makes all ids that this thread draws from now on a function of `seed`.
+pub(crate) fn seed_ids(seed: u64) {
+    SEED.set(Some(seed));
+}
+
+/// A random number for an id.
+pub(crate) fn random() -> u128 {
+    let Some(seed) = SEED.get() else { return rand::random() };
+    SEED.set(Some(seed.wrapping_add(1)));
+    let hash = blake3::hash(&seed.to_le_bytes());
+    hash.as_bytes()[..16].iter().fold(0, |number, byte| number << 8 | u128::from(*byte))
 }

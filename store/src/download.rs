@@ -3,7 +3,6 @@
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::manifest::{MAX_SEGMENT, Segment, Stored, StoredPair};
-use crate::names;
 use crate::remote::Remote;
 use crate::wanted::Wanted;
 use std::fs::File;
@@ -47,7 +46,7 @@ pub(crate) fn each_segment(remote: &Remote, stored: &Stored, mut done: impl FnMu
         offset += segment.bytes;
         (offset - segment.bytes, *segment)
     });
-    let start = |(_, segment): &(u64, Segment)| remote.get(names::object(&segment.digest), None, MAX_SEGMENT);
+    let start = |(_, segment): &(u64, Segment)| remote.get(segment.object(), None, MAX_SEGMENT);
     Remote::each(placed, start, |(offset, segment), found| done(offset, check_segment(&segment, found)?))
 }
 
@@ -72,7 +71,7 @@ fn to_files(remote: &Remote, files: &[(&Stored, PathBuf)], watch: &dyn Watch) ->
         missing.extend(found.into_iter().map(|(offset, segment)| (at, offset, segment)));
     }
     let mut last = 0;
-    let start = |(_, _, segment): &(usize, u64, Segment)| remote.get(names::object(&segment.digest), None, MAX_SEGMENT);
+    let start = |(_, _, segment): &(usize, u64, Segment)| remote.get(segment.object(), None, MAX_SEGMENT);
     let written = Remote::each(missing, start, |(at, offset, segment), found| {
         last = at;
         let bytes = check_segment(&segment, found)?;
@@ -222,7 +221,7 @@ impl Cache<'_> {
         }
         let mut last = 0;
         let start = |(_, _, segment, range): &(usize, u64, Segment, Range<u64>)| {
-            self.remote.get(names::object(&segment.digest), Some(range.clone()), MAX_SEGMENT)
+            self.remote.get(segment.object(), Some(range.clone()), MAX_SEGMENT)
         };
         let written = Remote::each(requests, start, |(at, offset, segment, range), found| {
             last = at;
@@ -292,7 +291,7 @@ mod tests {
 
     #[test]
     fn ranges_are_joined_over_small_gaps_and_cut_at_segments() {
-        let segment = |bytes| Segment { digest: Digest([0; 32]), bytes };
+        let segment = |bytes| Segment { digest: Digest([0; 32]), bytes, upload: None };
         let stored = Stored { bytes: 10 << 20, segments: vec![segment(4 << 20), segment(4 << 20), segment(2 << 20)] };
         let requests = |ranges: &[(u64, u64)]| -> Vec<(u64, u64)> {
             let ranges: Vec<_> = ranges.iter().map(|&(start, end)| start..end).collect();

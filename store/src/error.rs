@@ -38,6 +38,21 @@ pub enum Error {
         /// The location.
         location: String,
     },
+    /// The location has another store than the one that was opened.
+    #[error("{} has another store than the one that was opened: open it again", Escaped(location))]
+    Replaced {
+        /// The location.
+        location: String,
+    },
+    /// The object store overwrites an object that was to be created only if it does not exist, so writers would lose versions.
+    #[error(
+        "{} ignores conditional writes (`If-None-Match: *`): expected an error for an object that exists, found that it was overwritten",
+        Escaped(location)
+    )]
+    NoPutIfAbsent {
+        /// The location.
+        location: String,
+    },
     /// A manifest has a schema that this version of the crate does not read.
     #[error("{}: expected schema {expected}, found {}", Escaped(object), Escaped(found))]
     Schema {
@@ -102,10 +117,13 @@ pub enum Error {
         /// What its manifest says about its source.
         hint: String,
     },
-    /// A `put` took longer than half of the store's grace. Its objects may be collected, so it published nothing.
-    #[error("the upload took {seconds} s, more than half of the grace of {grace} s, so nothing was published: put again")]
+    /// `gc` gave the call up: by the store's clock, it showed no sign of life for longer than the grace. It has published nothing.
+    #[error(
+        "gc gave this call up after {seconds} s: it showed no sign of life for more than the grace of {grace} s, so nothing was \
+         published: put again"
+    )]
     TooSlow {
-        /// Duration of the upload.
+        /// Duration of the call, by its own clock, which may have stood still.
         seconds: u64,
         /// The grace of the store.
         grace: u64,

@@ -1,9 +1,11 @@
 //! `fold` and `prune`: pairs past versions in between.
 
 use crate::catalog::Catalog;
+use crate::digest::UploadId;
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::get::check_pair;
+use crate::lease::Lease;
 use crate::manifest::{Content, Reference, SHORTCUT_SCHEMA, Shortcut, Version};
 use crate::names;
 use crate::prefix::{NOBODY, Prefix, now, resolve};
@@ -12,9 +14,8 @@ use crate::reach::{is_damage, reach};
 use crate::route::{self, Have, Source, Start};
 use crate::verify::check;
 use serde::Serialize;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
-use std::time::Instant;
 use tpde::{Chain, Encode, EncodeOptions, Watch};
 
 /// Options of [`Store::fold`](crate::Store::fold) and [`Store::prune`](crate::Store::prune).
@@ -66,18 +67,20 @@ pub struct PruneReport {
     pub shortcuts: u64,
     /// Size of their pairs in bytes.
     pub shortcut_bytes: u64,
+    /// Versions to which no shortcut could be made, and why. The versions that lead to them were kept.
+    pub skipped: BTreeMap<String, String>,
 }
 
 pub(crate) fn fold(prefix: &Prefix, from: &str, to: &str, options: &FoldOptions<'_>) -> Result<Shortcut> {
-    let mut catalog = Catalog::new(&prefix.remote);
+    let mut catalog = prefix.catalog()?;
     let (from, to) = (catalog.find(from)?, catalog.find(to)?);
     let folder = temporary()?;
     let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
-    let made = catalog.shortcuts(&to)?.iter().find(|shortcut| shortcut.from == from.reference()).cloned();
-    if let Some(shortcut) = &made {
+    let mut damaged = catalog.damaged_shortcuts(&from, &to)?;
+    for shortcut in catalog.shortcuts(&to)?.iter().filter(|shortcut| shortcut.from == from.reference()) {
         match check(&cache, &to, &shortcut.pair) {
             Ok(()) => return Ok(shortcut.clone()),
-            Err(error) if is_damage(&error) => {}
+            Err(error) if is_damage(&error) => damaged.push(shortcut.object()),
             Err(error) => return Err(error),
         }
     }
@@ -90,13 +93,15 @@ pub(crate) fn fold(prefix: &Prefix, from: &str, to: &str, options: &FoldOptions<
         return invalid("has the tensors of");
     }
     let have = resolve(&mut catalog, &options.have)?;
-    Fold { from, to }.write(prefix, &mut catalog, &cache, &have, options)
+    Fold { from, to, damaged }.write(prefix, &mut catalog, &cache, &have, options)
 }
 
 /// A shortcut to make.
 struct Fold {
     from: Version,
     to: Version,
+    /// The manifests of damaged shortcuts, which it replaces.
+    damaged: Vec<String>,
 }
 
 impl Fold {
@@ -108,7 +113,26 @@ impl Fold {
         have: &Have,
         options: &FoldOptions<'_>,
     ) -> Result<Shortcut> {
-        let begin = Instant::now();
+        let (from, to, id) = (self.from.reference(), self.to.reference(), UploadId::new());
+        let creates = names::shortcut((&to.branch, to.number), (&from.branch, from.number), Some(id));
+        let (lease, _) = Lease::take(prefix, id, Some(creates), vec![from, to])?;
+        let (shortcut, lease) = lease.during(|_| self.encode(prefix, id, catalog, cache, have, options))?;
+        prefix.publish_shortcut(&shortcut, lease)?;
+        for object in &self.damaged {
+            prefix.remote.delete(object)?;
+        }
+        Ok(shortcut)
+    }
+
+    fn encode(
+        &self,
+        prefix: &Prefix,
+        id: UploadId,
+        catalog: &mut Catalog<'_>,
+        cache: &Cache<'_>,
+        have: &Have,
+        options: &FoldOptions<'_>,
+    ) -> Result<Shortcut> {
         let base = Base::reach(catalog, cache, &self.from, have)?;
         let base = base.chain()?;
         let reference = self.from.reference();
@@ -119,17 +143,11 @@ impl Fold {
         })?;
         let chain = Chain::new(&base, &pairs)?;
         let encode = Encode::fold(&chain).options(options.encode.clone().payload_digests(true)).watch(cache.watch);
-        let (index, pair) = upload_pair(prefix, encode)?;
+        let (index, pair) = upload_pair(prefix, id, encode)?;
         // Its tensors are those of the version, and in the same parts.
         check_pair(&self.to, &index)?;
         let (from, to) = (self.from.reference(), self.to.reference());
-        let shortcut = Shortcut { schema: SHORTCUT_SCHEMA.into(), from, to, pair, created: now() };
-        // One that is there is damaged: nobody calls this for another.
-        if catalog.shortcut_exists(&shortcut) {
-            prefix.remote.delete(&shortcut.object())?;
-        }
-        prefix.publish_shortcut(&shortcut, begin)?;
-        Ok(shortcut)
+        Ok(Shortcut { schema: SHORTCUT_SCHEMA.into(), from, to, pair, id: Some(id), created: now() })
     }
 }
 
@@ -143,28 +161,36 @@ pub(crate) fn prune(prefix: &Prefix, branch: &str, keep_every: u64, options: &Fo
     let mut report = PruneReport::default();
     let folder = temporary()?;
     let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
-    let mut made = HashSet::new();
+    let (mut made, mut failed) = (HashSet::new(), HashSet::new());
     loop {
         // Folding may take long, while other writers continue. So the versions to mark are chosen from the state after it.
-        let begin = Instant::now();
-        let mut catalog = Catalog::new(&prefix.remote);
-        let plan = Plan::new(&mut catalog, &cache, branch, keep_every, &made)?;
+        let mut catalog = prefix.catalog()?;
+        let plan = Plan::new(&mut catalog, &cache, branch, keep_every, (&made, &failed))?;
         if plan.folds.is_empty() {
             for version in &plan.cut {
                 cache.watch.done(0)?;
-                prefix.mark_pruned(version, begin)?;
+                prefix.mark_pruned(branch, version.number)?;
             }
             report.pruned = plan.cut.iter().map(Version::name).collect();
             report.kept = plan.kept;
+            report.skipped.extend(plan.unreachable);
             return Ok(report);
         }
         let have = resolve(&mut catalog, &options.have)?;
         for fold in &plan.folds {
             // With the shortcuts made so far, so that bases can be reached without the versions that are pruned.
-            let shortcut = fold.write(prefix, &mut Catalog::new(&prefix.remote), &cache, &have, options)?;
-            report.shortcuts += 1;
-            report.shortcut_bytes += shortcut.pair.bytes();
-            made.insert((shortcut.from, shortcut.to));
+            match fold.write(prefix, &mut Catalog::new(&prefix.remote), &cache, &have, options) {
+                Ok(shortcut) => {
+                    report.shortcuts += 1;
+                    report.shortcut_bytes += shortcut.pair.bytes();
+                    made.insert((shortcut.from, shortcut.to));
+                }
+                Err(error) if is_damage(&error) => {
+                    report.skipped.insert(fold.to.name(), error.to_string());
+                    failed.insert(fold.to.reference());
+                }
+                Err(error) => return Err(error),
+            }
         }
     }
 }
@@ -176,17 +202,20 @@ struct Plan {
     kept: u64,
     /// The shortcuts that must exist before.
     folds: Vec<Fold>,
+    /// Versions that are left, and cannot be read; with the reasons.
+    unreachable: Vec<(String, String)>,
 }
 
 impl Plan {
     /// Keeps the head, anchors, versions whose number is a multiple of `keep_every`, and those where another branch, or a
-    /// shortcut into one, begins. `made` are shortcuts that exist, from one version to another: a list may lack them.
+    /// shortcut into one, begins. `made` are shortcuts that exist, from one version to another: a list may lack them. To versions of
+    /// `failed` no shortcut can be made, so their parents are kept, back to a version that stays.
     fn new(
         catalog: &mut Catalog<'_>,
         cache: &Cache<'_>,
         name: &str,
         keep_every: u64,
-        made: &HashSet<(Reference, Reference)>,
+        (made, failed): (&HashSet<(Reference, Reference)>, &HashSet<Reference>),
     ) -> Result<Self> {
         let mut others: HashSet<Reference> = HashSet::new();
         for (_, branch) in catalog.all()?.into_iter().filter(|(other, _)| *other != name) {
@@ -211,10 +240,18 @@ impl Plan {
                 || others.contains(&version.reference())
                 || starts.contains(&version.number)
         };
+        let mut needed: HashSet<Reference> = HashSet::new();
+        for version in branch.versions().rev() {
+            let is_needed = needed.contains(&version.reference()) && !is_kept(version);
+            if is_needed || failed.contains(&version.reference()) {
+                needed.extend(version.parent.clone());
+            }
+        }
+        let is_kept = |version: &Version| is_kept(version) || needed.contains(&version.reference());
         let (kept, cut): (Vec<Version>, Vec<Version>) = branch.versions().cloned().partition(is_kept);
         let gone: HashSet<Reference> = cut.iter().chain(branch.pruned_versions()).map(Version::reference).collect();
 
-        let mut folds = Vec::new();
+        let (mut folds, mut unreachable) = (Vec::new(), Vec::new());
         for to in kept.iter().filter(|version| matches!(version.content, Content::Difference(_) | Content::Same)) {
             let mut has_base = made.iter().any(|(from, made)| *made == to.reference() && !gone.contains(from));
             if let Some(parent) = to.parent.as_ref().filter(|parent| !gone.contains(*parent)) {
@@ -224,6 +261,7 @@ impl Plan {
                 Some(parent) => catalog.at(parent)?.is_some(),
                 None => false,
             };
+            let mut damaged = Vec::new();
             for shortcut in catalog.shortcuts(to)?.to_vec() {
                 if has_base || gone.contains(&shortcut.from) || catalog.at(&shortcut.from)?.is_none() {
                     continue;
@@ -232,7 +270,10 @@ impl Plan {
                 has_base = !is_parent_here
                     || match check(cache, to, &shortcut.pair) {
                         Ok(()) => true,
-                        Err(error) if is_damage(&error) => false,
+                        Err(error) if is_damage(&error) => {
+                            damaged.push(shortcut);
+                            false
+                        }
                         Err(error) => return Err(error),
                     };
             }
@@ -240,13 +281,24 @@ impl Plan {
                 continue;
             }
             let stays = |at: &Reference| *at != to.reference() && !gone.contains(at);
-            let route = route::find(catalog, to, Start::From(&stays))?;
+            let route = match route::find(catalog, to, Start::From(&stays)) {
+                Ok(route) => route,
+                // Nobody can read it now, and `gc` keeps what leads to it.
+                Err(error @ (Error::Unreachable { .. } | Error::Manifest { .. })) => {
+                    unreachable.push((to.name(), error.to_string()));
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let Source::Version(from) = &route.source else { continue };
             // A version with the same tensors, and no pair in between: nothing to fold. What it needs stays.
             if !route.steps.is_empty() {
-                folds.push(Fold { from: (**from).clone(), to: to.clone() });
+                let mut replaced = catalog.damaged_shortcuts(from, to)?;
+                let of_ends = damaged.iter().filter(|shortcut| shortcut.from == from.reference());
+                replaced.extend(of_ends.map(Shortcut::object));
+                folds.push(Fold { from: (**from).clone(), to: to.clone(), damaged: replaced });
             }
         }
-        Ok(Self { kept: kept.len() as u64, cut, folds })
+        Ok(Self { kept: kept.len() as u64, cut, folds, unreachable })
     }
 }

@@ -1,6 +1,5 @@
 //! `get`: rebuilds a version.
 
-use crate::catalog::Catalog;
 use crate::download::{Cache, Select, to_file};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
@@ -115,7 +114,7 @@ pub struct GetReport {
 
 pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<GetReport> {
     let output = output.as_ref();
-    let mut catalog = Catalog::new(&prefix.remote);
+    let mut catalog = prefix.catalog()?;
     let have = resolve(&mut catalog, &options.have)?;
     let version = catalog.find(version)?;
     if output.symlink_metadata().is_ok() {

@@ -22,6 +22,23 @@ pub fn open(store: Arc<dyn ObjectStore>, segment_bytes: usize) -> Result<Store> 
     Ok(Store(Prefix { segment_bytes, ..opened.0 }))
 }
 
+/// [`init`], for simulations: requests run on the caller's thread, one after the other.
+pub fn init_sequential(store: Arc<dyn ObjectStore>, options: &StoreOptions, segment_bytes: usize) -> Result<Store> {
+    let made = Store::init_at(Remote::with(store, Path::from("a/prefix"), "memory", true)?, options)?;
+    Ok(Store(Prefix { segment_bytes, ..made.0 }))
+}
+
+/// [`open`], for simulations: requests run on the caller's thread, one after the other.
+pub fn open_sequential(store: Arc<dyn ObjectStore>, segment_bytes: usize) -> Result<Store> {
+    let opened = Store::open_at(Remote::with(store, Path::from("a/prefix"), "memory", true)?)?;
+    Ok(Store(Prefix { segment_bytes, ..opened.0 }))
+}
+
+/// Makes all ids that this thread draws from now on a function of `seed`.
+pub fn seed_ids(seed: u64) {
+    crate::digest::seed_ids(seed);
+}
+
 /// Reads a manifest of version 3 of branch `main`. What is read, is written and read again in the same way.
 pub fn parse_manifests(bytes: &[u8]) {
     let _ = StoreManifest::parse(bytes, STORE);

@@ -33,10 +33,12 @@ mod digest;
 mod download;
 mod error;
 mod fold;
+mod folder;
 mod gc;
 mod get;
 #[doc(hidden)]
 pub mod internals;
+mod lease;
 mod manifest;
 mod names;
 mod opened;
@@ -51,7 +53,7 @@ mod upload;
 mod verify;
 mod wanted;
 
-pub use digest::Digest;
+pub use digest::{Digest, UploadId};
 pub use error::{Error, Result};
 pub use fold::{FoldOptions, PruneReport};
 pub use gc::GcReport;

@@ -1,6 +1,6 @@
 //! Manifests, which describe the versions of a store. Their bytes may be hostile.
 
-use crate::digest::Digest;
+use crate::digest::{Digest, UploadId};
 use crate::error::{Error, Result};
 use crate::names::{self, MAX_NUMBER, check_branch, check_file};
 use serde::{Deserialize, Serialize};
@@ -12,6 +12,8 @@ pub(crate) const STORE_SCHEMA: &str = "tpde.store/1";
 pub(crate) const VERSION_SCHEMA: &str = "tpde.store.version/1";
 /// Schema of the manifest of a shortcut.
 pub(crate) const SHORTCUT_SCHEMA: &str = "tpde.store.shortcut/1";
+/// The content of a name that no manifest may take any more, because `gc` gave its writer up.
+pub(crate) const VOID: &[u8] = b"{\"schema\": \"tpde.store.void/1\"}\n";
 /// Maximum size of a manifest in bytes.
 pub(crate) const MAX_MANIFEST: u64 = 64 << 20;
 /// Maximum size of a segment in bytes.
@@ -22,6 +24,9 @@ pub(crate) const MAX_SEGMENT: u64 = 1 << 30;
 #[serde(deny_unknown_fields)]
 pub(crate) struct StoreManifest {
     pub schema: String,
+    /// 32 random hexadecimal digits. Stores of earlier writers lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
     /// Age, in seconds, below which an object is never collected.
     pub grace: u64,
     /// A version is stored whole if this many pairs would lead to it from the last anchor; 0 for no such rule.
@@ -90,6 +95,9 @@ pub struct Shortcut {
     pub to: Reference,
     /// The pair.
     pub pair: StoredPair,
+    /// The call that has made it, which is part of its name. Shortcuts of earlier writers lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<UploadId>,
     /// Time of creation by the writer's clock, in seconds since 1970-01-01 UTC.
     pub created: u64,
 }
@@ -163,7 +171,7 @@ impl Reference {
         format!("{}@{}", self.branch, self.number)
     }
 
-    fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         check_branch(&self.branch)?;
         check_id(&self.id)?;
         if self.number > MAX_NUMBER {
@@ -186,7 +194,7 @@ impl Shortcut {
 
     /// The object that is its manifest.
     pub(crate) fn object(&self) -> String {
-        names::shortcut((&self.to.branch, self.to.number), (&self.from.branch, self.from.number))
+        names::shortcut((&self.to.branch, self.to.number), (&self.from.branch, self.from.number), self.id)
     }
 
     fn check(&self, object: &str) -> Result<(), String> {
@@ -225,14 +233,24 @@ pub struct Stored {
 }
 
 /// A segment of a file: one object.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Segment {
-    /// BLAKE3 of the bytes: the name of the object.
+    /// BLAKE3 of the bytes: the first part of the name of the object.
     pub digest: Digest,
     /// Size in bytes.
     pub bytes: u64,
+    /// The call that has uploaded the object: the second part of its name. Objects of earlier writers lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upload: Option<UploadId>,
+}
+
+impl Segment {
+    /// The object.
+    pub(crate) fn object(&self) -> String {
+        names::object(&self.digest, self.upload)
+    }
 }
 
 impl Version {
@@ -338,8 +356,17 @@ fn check_id(id: &str) -> Result<(), String> {
     Err(format!("expected an id of 32 hexadecimal digits, found {id}"))
 }
 
+/// The rule for the size of a manifest, for readers and writers.
+pub(crate) fn check_size(bytes: u64, object: &str) -> Result<()> {
+    if bytes > MAX_MANIFEST {
+        return Err(Error::manifest(object, format_args!("expected at most {MAX_MANIFEST} bytes, found {bytes}")));
+    }
+    Ok(())
+}
+
 /// Compares the schema before anything else is parsed.
-fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], object: &str, expected: &'static str) -> Result<T> {
+pub(crate) fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], object: &str, expected: &'static str) -> Result<T> {
+    check_size(bytes.len() as u64, object)?;
     #[derive(Deserialize)]
     struct Head {
         schema: String,

@@ -1,6 +1,6 @@
 //! Names of branches, versions, files and objects.
 
-use crate::digest::Digest;
+use crate::digest::{Digest, UploadId};
 use crate::error::{Error, Result};
 
 /// The object that makes a prefix a store.
@@ -9,6 +9,8 @@ pub(crate) const STORE: &str = "store.json";
 pub(crate) const BRANCHES: &str = "branches";
 /// Prefix of the manifests of shortcuts.
 pub(crate) const SHORTCUTS: &str = "shortcuts";
+/// Prefix of the leases of running calls.
+pub(crate) const LEASES: &str = "leases";
 /// Prefix of the objects that are named by digest.
 pub(crate) const OBJECTS: &str = "objects";
 /// Prefix of the objects from which `gc` reads the store's clock.
@@ -21,8 +23,28 @@ const MAX_NAME: usize = 255;
 /// Maximum length of the path of a file.
 const MAX_PATH: usize = 1024;
 
-pub(crate) fn object(digest: &Digest) -> String {
-    format!("{OBJECTS}/{digest}")
+/// An object: segments with the same bytes have different names if different calls have uploaded them. So an object that `gc` has
+/// decided to delete is never written again.
+pub(crate) fn object(digest: &Digest, upload: Option<UploadId>) -> String {
+    match upload {
+        Some(upload) => format!("{OBJECTS}/{digest}.{upload}"),
+        None => format!("{OBJECTS}/{digest}"),
+    }
+}
+
+/// The lease of a call.
+pub(crate) fn lease(id: UploadId) -> String {
+    format!("{LEASES}/{id}.json")
+}
+
+/// The object whose time of writing says that the call of a lease goes on.
+pub(crate) fn renewal(id: UploadId) -> String {
+    format!("{LEASES}/{id}.renewed")
+}
+
+/// An object from which `gc` reads the store's clock.
+pub(crate) fn clock(id: UploadId) -> String {
+    format!("{CLOCK}/{id}")
 }
 
 pub(crate) fn manifest(branch: &str, number: u64) -> String {
@@ -39,6 +61,11 @@ pub(crate) fn deletion(branch: &str, number: u64) -> String {
     format!("{BRANCHES}/{branch}/{number:010}.deleted")
 }
 
+/// Prefix of the objects of the versions of a branch.
+pub(crate) fn branch(name: &str) -> String {
+    format!("{BRANCHES}/{name}")
+}
+
 /// The name before those of all objects of the versions of a branch from `number` on.
 pub(crate) fn before(branch: &str, number: u64) -> String {
     format!("{BRANCHES}/{branch}/{number:010}")
@@ -49,9 +76,44 @@ pub(crate) fn shortcuts(branch: &str, number: u64) -> String {
     format!("{SHORTCUTS}/{branch}/{number:010}/")
 }
 
-/// The manifest of a shortcut to a version, from another one.
-pub(crate) fn shortcut((branch, number): (&str, u64), (from_branch, from_number): (&str, u64)) -> String {
-    format!("{}{from_branch}@{from_number}.json", shortcuts(branch, number))
+/// The manifest of a shortcut to a version, from another one, by the call that makes it. Earlier writers had no ids, and names that a
+/// file system may refuse for a branch with a long name.
+pub(crate) fn shortcut((branch, number): (&str, u64), (from_branch, from_number): (&str, u64), id: Option<UploadId>) -> String {
+    let below = shortcuts(branch, number);
+    match id {
+        Some(id) => format!("{below}{from_branch}/{from_number:010}.{id}.json"),
+        None => format!("{below}{from_branch}@{from_number}.json"),
+    }
+}
+
+/// The call that has uploaded an object that a version or a shortcut can use. Those of earlier writers do not say it.
+pub(crate) fn of_object(object: &str) -> Option<Option<UploadId>> {
+    let name = object.strip_prefix(OBJECTS)?.strip_prefix('/')?;
+    let (digest, upload) = match name.split_once('.') {
+        Some((digest, upload)) => (digest, Some(UploadId::parse(upload)?)),
+        None => (name, None),
+    };
+    (self::object(&Digest::parse(digest)?, upload) == object).then_some(upload)
+}
+
+/// The id of a lease.
+pub(crate) fn of_lease(object: &str) -> Option<UploadId> {
+    of_id(object, ".json", lease)
+}
+
+/// The id of a lease that was renewed.
+pub(crate) fn of_renewal(object: &str) -> Option<UploadId> {
+    of_id(object, ".renewed", renewal)
+}
+
+/// Whether this is the name of an object from which `gc` reads the store's clock.
+pub(crate) fn is_clock(object: &str) -> bool {
+    of_id(object, "", clock).is_some()
+}
+
+fn of_id(object: &str, ending: &str, name: impl Fn(UploadId) -> String) -> Option<UploadId> {
+    let id = UploadId::parse(object.rsplit('/').next()?.strip_suffix(ending)?)?;
+    (name(id) == object).then_some(id)
 }
 
 /// Branch and number.
@@ -84,8 +146,19 @@ pub(crate) fn of_shortcut(object: &str) -> Option<(Place<'_>, Place<'_>)> {
     let (number, from) = rest.split_once('/')?;
     let number: u64 = number.parse().ok()?;
     let from = from.strip_suffix(".json")?;
-    let (from_branch, Some(from_number)) = version(from).ok()? else { return None };
-    let is_canonical = shortcut((branch, number), (from_branch, from_number)) == object;
+    let (from_branch, from_number, id) = match from.split_once('/') {
+        Some((branch, from)) => {
+            let (number, id) = from.split_once('.')?;
+            (branch, number, Some(UploadId::parse(id)?))
+        }
+        None => {
+            let (branch, number) = from.split_once('@')?;
+            (branch, number, None)
+        }
+    };
+    let from_number: u64 = from_number.parse().ok().filter(|&number| number <= MAX_NUMBER)?;
+    check_branch(from_branch).ok()?;
+    let is_canonical = shortcut((branch, number), (from_branch, from_number), id) == object;
     let ends = ((branch, number), (from_branch, from_number));
     (number <= MAX_NUMBER && is_canonical && check_branch(branch).is_ok()).then_some(ends)
 }

@@ -1,6 +1,5 @@
 //! Versions whose pairs are in a local folder, read without rebuilding them as files.
 
-use crate::catalog::Catalog;
 use crate::download::{Cache, Select};
 use crate::error::{Error, Result};
 use crate::get::{GetOptions, check_pair};
@@ -57,7 +56,7 @@ pub(crate) fn open_version(
     parts: Option<&BTreeMap<String, Vec<Rectangle>>>,
     options: &GetOptions<'_>,
 ) -> Result<Opened> {
-    let mut catalog = Catalog::new(&prefix.remote);
+    let mut catalog = prefix.catalog()?;
     let have = resolve(&mut catalog, &options.have)?;
     let version = catalog.find(version)?;
     let (folder, path) = match &options.cache {

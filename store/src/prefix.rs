@@ -1,16 +1,18 @@
 //! State and functions that all calls of a store share: the prefix, its rules, and the creation of manifests.
 
 use crate::catalog::Catalog;
-use crate::digest::Digest;
+use crate::digest::{self, Digest};
 use crate::error::{Error, Result};
-use crate::manifest::{Content, Shortcut, StoreManifest, VERSION_SCHEMA, Version};
-use crate::names::{self, MAX_NUMBER};
+use crate::lease::Lease;
+use crate::manifest::{Content, MAX_MANIFEST, Shortcut, StoreManifest, VERSION_SCHEMA, Version};
+use crate::names::{self, MAX_NUMBER, STORE};
 use crate::remote::Remote;
 use crate::route::Have;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::{Instant, SystemTime};
+use std::sync::Arc;
+use std::time::SystemTime;
 use tpde::{ValidatedIndex, Watch};
 
 /// Size of the segments of new files, in bytes.
@@ -23,50 +25,81 @@ pub(crate) const NOBODY: &dyn Watch = &|_: u64| ();
 pub(crate) struct Prefix {
     pub remote: Remote,
     pub rules: StoreManifest,
+    /// The bytes of `store.json`, which has an id. They tell this store from another one at the same location.
+    pub identity: Arc<[u8]>,
     pub segment_bytes: usize,
 }
 
 impl Prefix {
-    /// Creates the manifest of a version by a call that began to read the store at `begin`. In half of the grace, nothing that it
-    /// has read or uploaded is collected.
-    pub fn publish(&self, version: &Version, begin: Instant) -> Result<()> {
-        self.check_time(begin)?;
-        if version.number > MAX_NUMBER {
-            return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
+    /// Checks that the store that was opened is still there.
+    ///
+    /// # Errors
+    /// [`Error::NotAStore`]; [`Error::Replaced`]; [`Error::Request`].
+    pub fn check(&self) -> Result<()> {
+        let location = || self.remote.location().to_owned();
+        match self.remote.get(STORE.into(), None, MAX_MANIFEST).wait()?? {
+            Some(found) if *found == *self.identity => Ok(()),
+            Some(_) => Err(Error::Replaced { location: location() }),
+            None => Err(Error::NotAStore { location: location() }),
         }
+    }
+
+    /// The versions of the store, which is checked first: [`Prefix::check`].
+    pub fn catalog(&self) -> Result<Catalog<'_>> {
+        self.check()?;
+        Ok(Catalog::new(&self.remote))
+    }
+
+    /// Creates the manifest of a version by the call that has this lease, whose name it states. If `gc` has given the call up, the
+    /// name is taken.
+    pub fn publish(&self, version: &Version, lease: Lease<'_>) -> Result<()> {
         let object = names::manifest(&version.branch, version.number);
-        let bytes = json(version)?;
-        // This crate must be able to read what it writes.
-        Version::parse(&bytes, &object, &version.branch, version.number)?;
-        match self.remote.create(&object, bytes)? {
-            true => Ok(()),
-            false => Err(Error::Conflict { version: version.name() }),
+        let (bytes, lease) = lease.during(|_| {
+            if version.number > MAX_NUMBER {
+                return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
+            }
+            let bytes = json(version)?;
+            // This crate must be able to read what it writes.
+            Version::parse(&bytes, &object, &version.branch, version.number)?;
+            Ok(bytes)
+        })?;
+        if !lease.create(&object, bytes)? || !self.is_live(version)? {
+            lease.release();
+            return Err(Error::Conflict { version: version.name() });
         }
+        lease.release();
+        Ok(())
     }
 
-    /// Creates the manifest of a shortcut, as [`Prefix::publish`]. If there is one already, that one is as good.
-    pub fn publish_shortcut(&self, shortcut: &Shortcut, begin: Instant) -> Result<()> {
-        self.check_time(begin)?;
+    /// Whether a version that was created is a version of its branch. It is not if its name was taken long ago, and that manifest
+    /// was pruned or deleted, and removed.
+    fn is_live(&self, version: &Version) -> Result<bool> {
+        let is_after = |found: (&str, u64)| found.1 > version.number;
+        let listed =
+            self.remote.list_after(&names::branch(&version.branch), Some(&names::before(&version.branch, version.number)))?;
+        let is_suspect = listed.iter().any(|entry| {
+            names::of_mark(&entry.name).is_some_and(|found| found.1 == version.number)
+                || names::of_deletion(&entry.name).is_some_and(is_after)
+        });
+        Ok(!is_suspect || Catalog::new(&self.remote).branch(&version.branch)?.is_live(version.number))
+    }
+
+    /// Creates the manifest of a shortcut, as [`Prefix::publish`].
+    pub fn publish_shortcut(&self, shortcut: &Shortcut, lease: Lease<'_>) -> Result<()> {
         let object = shortcut.object();
-        let bytes = json(shortcut)?;
-        Shortcut::parse(&bytes, &object)?;
-        self.remote.create(&object, bytes)?;
+        let (bytes, lease) = lease.during(|_| {
+            let bytes = json(shortcut)?;
+            Shortcut::parse(&bytes, &object)?;
+            Ok(bytes)
+        })?;
+        lease.create(&object, bytes)?;
+        lease.release();
         Ok(())
     }
 
-    /// Marks a version as pruned, in a call that began to read the store at `begin`.
-    pub fn mark_pruned(&self, version: &Version, begin: Instant) -> Result<()> {
-        self.check_time(begin)?;
-        self.remote.create(&names::mark(&version.branch, version.number), Vec::new())?;
-        Ok(())
-    }
-
-    fn check_time(&self, begin: Instant) -> Result<()> {
-        let (seconds, grace) = (begin.elapsed().as_secs_f64(), self.rules.grace);
-        if seconds > grace as f64 / 2.0 {
-            return Err(Error::TooSlow { seconds: seconds as u64, grace });
-        }
-        Ok(())
+    /// Marks a version as pruned.
+    pub fn mark_pruned(&self, branch: &str, number: u64) -> Result<()> {
+        self.remote.create(&names::mark(branch, number), Vec::new()).map(drop)
     }
 }
 
@@ -127,7 +160,7 @@ pub(crate) fn json(value: &impl Serialize) -> Result<Vec<u8>> {
 }
 
 pub(crate) fn new_id() -> String {
-    format!("{:032x}", rand::random::<u128>())
+    format!("{:032x}", digest::random())
 }
 
 pub(crate) fn now() -> u64 {

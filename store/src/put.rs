@@ -1,20 +1,20 @@
 //! `put`: encodes a checkpoint as a version, and uploads it meanwhile.
 
 use crate::catalog::Catalog;
-use crate::digest::Digest;
+use crate::digest::{Digest, UploadId};
 use crate::download::Cache;
 use crate::error::{Error, Result};
-use crate::manifest::{Content, SinceAnchor, Stored, StoredFile, StoredPair, Version};
+use crate::lease::Lease;
+use crate::manifest::{Content, SinceAnchor, Stored, StoredFile, StoredPair, Version, check_size};
 use crate::names;
-use crate::prefix::{NOBODY, Prefix, new_version, resolve, state};
+use crate::prefix::{NOBODY, Prefix, json, new_version, resolve, state};
 use crate::reach::reach;
 use crate::route::{self, Have, Route, Source, Start};
-use crate::upload::{Upload, take};
+use crate::upload::{Known, Upload, take};
 use crate::wanted::Wanted;
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 use tpde::{
     Apply, BaseKind, Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, PairPaths, SafetensorsCheckpoint,
     Tensor, ValidatedIndex, Watch,
@@ -148,6 +148,9 @@ fn next_version(catalog: &mut Catalog<'_>, options: &PutOptions<'_>) -> Result<(
     }
     let mut version = new_version(&options.branch, number, parent.as_ref());
     version.metadata.clone_from(&options.metadata);
+    // Before all the work. The manifest is checked once more when it is complete.
+    let object = names::manifest(&version.branch, version.number);
+    check_size(json(&version)?.len() as u64, &object)?;
     Ok((parent, version))
 }
 
@@ -158,89 +161,126 @@ pub(crate) fn put_checkpoint(
     folder: Option<&Path>,
     options: &PutOptions<'_>,
 ) -> Result<Version> {
-    let begin = Instant::now();
-    let watch = options.watch.unwrap_or(NOBODY);
-    let mut catalog = Catalog::new(&prefix.remote);
-    let (parent, mut version) = next_version(&mut catalog, options)?;
-    let have = resolve(&mut catalog, &options.have)?;
-    version.tensors = target.tensors().len() as u64;
-    version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
-
-    let known: HashSet<_> = parent.iter().flat_map(Version::file_segments).map(|segment| segment.digest).collect();
-    let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
-    let pair_files = match (&options.anchor, &parent) {
-        (Anchor::External { hint }, _) => {
-            // Encoded against itself, only to form its digests. Nothing of it is kept.
-            let pair = Encode::new(target).base(target).options(encode).watch(watch).to_memory()?.0;
-            version.state = state(pair.index());
-            version.content = Content::External { hint: hint.clone() };
-            version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: version.tensor_bytes });
-            file_names(pair.index())
-        }
-        (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
-            let folder = temporary()?;
-            let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
-            let base = Base::reach(&mut catalog, &cache, parent, &have)?;
-            let chain = base.chain()?;
-            let (index, pair) = upload_pair(prefix, Encode::new(target).base(&chain).options(encode).watch(watch))?;
-            version.state = state(&index);
-            version.since_anchor = behind(&mut catalog, parent, &pair)?;
-            version.content = Content::Difference(pair);
-            file_names(&index)
-        }
-        _ => {
-            let (index, pair) = upload_pair(prefix, Encode::new(target).options(encode).watch(watch))?;
-            version.state = state(&index);
-            version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: pair.bytes() });
-            version.content = Content::Whole(pair);
-            file_names(&index)
-        }
-    };
-    if let Some(folder) = folder {
-        for (name, path) in files_below(folder, &pair_files)? {
-            watch.done(0)?;
-            let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
-            let content = Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(file);
-            version.files.push(StoredFile { name, content: content.map_err(|e| Error::io("read", &path, e))?? });
-        }
-    }
-    prefix.publish(&version, begin)?;
+    let (parent, version) = next_version(&mut prefix.catalog()?, options)?;
+    let (lease, catalog) = lease_of(prefix, &version)?;
+    let put = Put { prefix, id: lease.id(), catalog, options };
+    let (version, lease) = lease.during(|_| put.encode(target, folder, parent, version))?;
+    prefix.publish(&version, lease)?;
     Ok(version)
+}
+
+/// The lease of a call that creates a version, and uses its parent.
+pub(crate) fn lease_of<'a>(prefix: &'a Prefix, version: &Version) -> Result<(Lease<'a>, Catalog<'a>)> {
+    let creates = Some(names::manifest(&version.branch, version.number));
+    Lease::take(prefix, UploadId::new(), creates, version.parent.iter().cloned().collect())
 }
 
 /// Stores a pair that was made elsewhere.
 pub(crate) fn put_pair(prefix: &Prefix, path: &Path, options: &PutOptions<'_>) -> Result<Version> {
-    let begin = Instant::now();
-    let mut catalog = Catalog::new(&prefix.remote);
-    let (parent, mut version) = next_version(&mut catalog, options)?;
-    let have = resolve(&mut catalog, &options.have)?;
-    let pair = tpde::Pair::open(path)?;
-    let index = pair.index();
-    if !index.has_payload_digests() {
-        let reason = "a pair in a store has the digest of each payload: encode or merge it with payload digests";
-        return Err(Error::InvalidArgument(reason.into()));
-    }
-    let is_whole = index.tensors().all(|tensor| tensor.base_kind == BaseKind::None);
-    let base = parent.as_ref().filter(|_| !is_whole);
-    match base {
-        Some(parent) => check_fits(prefix, &mut catalog, parent, &have, &pair, options.watch.unwrap_or(NOBODY))?,
-        None if is_whole => {}
-        None => {
-            let reason = format!("the pair has a base, and {} has no parent", version.name());
-            return Err(Error::InvalidArgument(reason));
-        }
-    }
-    version.tensors = index.tensors().map(|tensor| tensor.name).collect::<HashSet<_>>().len() as u64;
-    version.tensor_bytes = index.tensor_bytes().1;
-    version.state = state(index);
-    let stored = upload_files(prefix, path)?;
-    version.since_anchor = match base {
-        Some(parent) => behind(&mut catalog, parent, &stored)?,
-        None => Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: stored.bytes() }),
-    };
-    version.content = if is_whole { Content::Whole(stored) } else { Content::Difference(stored) };
-    prefix.publish(&version, begin)?;
+    let (parent, version) = next_version(&mut prefix.catalog()?, options)?;
+    let (lease, catalog) = lease_of(prefix, &version)?;
+    let put = Put { prefix, id: lease.id(), catalog, options };
+    let (version, lease) = lease.during(|_| put.describe_pair(path, parent, version))?;
+    prefix.publish(&version, lease)?;
     Ok(version)
+}
+
+/// A call that has a lease, and stores a version.
+struct Put<'a> {
+    prefix: &'a Prefix,
+    id: UploadId,
+    /// Read since there is the lease.
+    catalog: Catalog<'a>,
+    options: &'a PutOptions<'a>,
+}
+
+impl Put<'_> {
+    /// Encodes a checkpoint as the version behind its parent, and uploads it.
+    fn encode(
+        self,
+        target: &dyn Checkpoint,
+        folder: Option<&Path>,
+        parent: Option<Version>,
+        mut version: Version,
+    ) -> Result<Version> {
+        let Self { prefix, id, mut catalog, options } = self;
+        let watch = options.watch.unwrap_or(NOBODY);
+        let have = resolve(&mut catalog, &options.have)?;
+        version.tensors = target.tensors().len() as u64;
+        version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
+
+        let known: Known = parent.iter().flat_map(Version::file_segments).map(|segment| (segment.digest, *segment)).collect();
+        let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
+        let pair_files = match (&options.anchor, &parent) {
+            (Anchor::External { hint }, _) => {
+                // Encoded against itself, only to form its digests. Nothing of it is kept.
+                let pair = Encode::new(target).base(target).options(encode).watch(watch).to_memory()?.0;
+                version.state = state(pair.index());
+                version.content = Content::External { hint: hint.clone() };
+                version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: version.tensor_bytes });
+                file_names(pair.index())
+            }
+            (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
+                let folder = temporary()?;
+                let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
+                let base = Base::reach(&mut catalog, &cache, parent, &have)?;
+                let chain = base.chain()?;
+                let (index, pair) = upload_pair(prefix, id, Encode::new(target).base(&chain).options(encode).watch(watch))?;
+                version.state = state(&index);
+                version.since_anchor = behind(&mut catalog, parent, &pair)?;
+                version.content = Content::Difference(pair);
+                file_names(&index)
+            }
+            _ => {
+                let (index, pair) = upload_pair(prefix, id, Encode::new(target).options(encode).watch(watch))?;
+                version.state = state(&index);
+                version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: pair.bytes() });
+                version.content = Content::Whole(pair);
+                file_names(&index)
+            }
+        };
+        if let Some(folder) = folder {
+            for (name, path) in files_below(folder, &pair_files)? {
+                watch.done(0)?;
+                let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+                let content = Upload::new(prefix, id, &known).all(file);
+                version.files.push(StoredFile { name, content: content.map_err(|e| Error::io("read", &path, e))?? });
+            }
+        }
+        Ok(version)
+    }
+
+    /// Checks a pair that was made elsewhere, and uploads it as the version behind its parent.
+    fn describe_pair(self, path: &Path, parent: Option<Version>, mut version: Version) -> Result<Version> {
+        let Self { prefix, id, mut catalog, options } = self;
+        let have = resolve(&mut catalog, &options.have)?;
+        let pair = tpde::Pair::open(path)?;
+        let index = pair.index();
+        if !index.has_payload_digests() {
+            let reason = "a pair in a store has the digest of each payload: encode or merge it with payload digests";
+            return Err(Error::InvalidArgument(reason.into()));
+        }
+        let is_whole = index.tensors().all(|tensor| tensor.base_kind == BaseKind::None);
+        let base = parent.as_ref().filter(|_| !is_whole);
+        match base {
+            Some(parent) => check_fits(prefix, &mut catalog, parent, &have, &pair, options.watch.unwrap_or(NOBODY))?,
+            None if is_whole => {}
+            None => {
+                let reason = format!("the pair has a base, and {} has no parent", version.name());
+                return Err(Error::InvalidArgument(reason));
+            }
+        }
+        version.tensors = index.tensors().map(|tensor| tensor.name).collect::<HashSet<_>>().len() as u64;
+        version.tensor_bytes = index.tensor_bytes().1;
+        version.state = state(index);
+        let stored = upload_files(prefix, id, path)?;
+        version.since_anchor = match base {
+            Some(parent) => behind(&mut catalog, parent, &stored)?,
+            None => Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: stored.bytes() }),
+        };
+        version.content = if is_whole { Content::Whole(stored) } else { Content::Difference(stored) };
+        Ok(version)
+    }
 }
 
 /// Checks that the base of a pair is its parent. If both describe the same parts of tensors, the digests in the indexes say so.
@@ -269,14 +309,21 @@ fn check_fits(
     Ok(())
 }
 
+/// Uploads a pair for another call. The lease protects it until it is older than the grace.
+pub(crate) fn upload_alone(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
+    prefix.check()?;
+    let (lease, _) = Lease::take(prefix, UploadId::new(), None, Vec::new())?;
+    Ok(lease.during(|lease| upload_files(prefix, lease.id(), path))?.0)
+}
+
 /// Uploads the files of a pair.
-pub(crate) fn upload_files(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
-    let known = HashSet::new();
+fn upload_files(prefix: &Prefix, id: UploadId, path: &Path) -> Result<StoredPair> {
+    let known = Known::new();
     let paths = PairPaths::new(path);
     let digest = Digest(*tpde::Pair::open(path)?.index().pair_digest());
     let upload = |path: &Path| {
         let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-        Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(file).map_err(|e| Error::io("read", path, e))?
+        Upload::new(prefix, id, &known).all(file).map_err(|e| Error::io("read", path, e))?
     };
     let (index, blob) = (upload(&paths.index)?, upload(&paths.blob)?);
     Ok(StoredPair { digest, index, blob })
@@ -310,14 +357,14 @@ fn behind(catalog: &mut Catalog<'_>, parent: &Version, pair: &StoredPair) -> Res
 }
 
 /// Encodes a pair, and uploads its blob meanwhile.
-pub(crate) fn upload_pair(prefix: &Prefix, encode: Encode<'_>) -> Result<(ValidatedIndex, StoredPair)> {
+pub(crate) fn upload_pair(prefix: &Prefix, id: UploadId, encode: Encode<'_>) -> Result<(ValidatedIndex, StoredPair)> {
     // A segment of the parent's pair is uploaded too: that pair may be replaced by a shortcut and removed.
-    let known = HashSet::new();
-    let upload = Upload::new(&prefix.remote, prefix.segment_bytes, &known);
+    let known = Known::new();
+    let upload = Upload::new(prefix, id, &known);
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
     let blob: Stored = streamed.blob.finish(&streamed.header)?;
-    let index = Upload::new(&prefix.remote, prefix.segment_bytes, &known).all(streamed.index.as_bytes());
+    let index = Upload::new(prefix, id, &known).all(streamed.index.as_bytes());
     let index = index.map_err(|e| Error::io("read", Path::new("the index"), e))??;
     let digest = Digest(*streamed.index.pair_digest());
     Ok((streamed.index, StoredPair { digest, index, blob }))

@@ -1,14 +1,15 @@
 //! Requests to the object store, with repetitions. The only module that knows tokio and `object_store`.
 
 use crate::error::{Error, Result};
+use crate::folder::{Folder, Vanished};
 use futures_util::TryStreamExt;
-use object_store::local::LocalFileSystem;
 use object_store::path::Path as ObjectPath;
 use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -31,6 +32,15 @@ const LOOK: Duration = Duration::from_millis(50);
 /// A watcher that requests can hold.
 pub(crate) type SharedWatch = Arc<dyn Watch + Send + Sync>;
 
+/// Writes that are repeated in the background until this is dropped.
+pub(crate) struct Repeating(tokio::task::AbortHandle);
+
+impl Drop for Repeating {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// An object store, and a prefix in it.
 #[derive(Clone)]
 pub struct Remote {
@@ -45,6 +55,10 @@ struct Shared {
     location: String,
     /// Taken when the last handle is dropped.
     runtime: Option<Runtime>,
+    /// Whether requests run on the caller's thread, one after the other: for simulations.
+    is_sequential: bool,
+    /// Whether this process has seen that the object store creates an object only if it does not exist.
+    is_probed: AtomicBool,
     known: Arc<Mutex<Known>>,
 }
 
@@ -149,15 +163,28 @@ impl Remote {
         if !folder.is_dir() {
             return Err(Error::NotAStore { location: location.to_owned() });
         }
-        let store = LocalFileSystem::new_with_prefix(folder).map_err(|e| failed(e.into()))?.with_fsync(true);
+        let store = Folder::new(folder).map_err(|e| failed(e.into()))?;
         Self::new(Arc::new(store), ObjectPath::default(), location)
     }
 
     pub fn new(store: Arc<dyn ObjectStore>, prefix: ObjectPath, location: &str) -> Result<Self> {
+        Self::with(store, prefix, location, false)
+    }
+
+    /// [`Remote::new`]. If `is_sequential`, requests run on the caller's thread, one after the other, and nothing in the background.
+    pub fn with(store: Arc<dyn ObjectStore>, prefix: ObjectPath, location: &str, is_sequential: bool) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tpde-store").enable_all().build();
         let runtime = Some(runtime.map_err(|e| Error::io("start", Path::new("the threads of the store"), e))?);
         Ok(Self {
-            shared: Arc::new(Shared { store, prefix, location: location.to_owned(), runtime, known: Arc::default() }),
+            shared: Arc::new(Shared {
+                store,
+                prefix,
+                location: location.to_owned(),
+                runtime,
+                is_sequential,
+                is_probed: AtomicBool::new(false),
+                known: Arc::default(),
+            }),
             watch: None,
         })
     }
@@ -175,6 +202,10 @@ impl Remote {
     fn start<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
         if let Some(runtime) = &self.shared.runtime {
+            if self.shared.is_sequential {
+                let _ = sender.send(runtime.block_on(work));
+                return Pending { result: receiver, watch: self.watch.clone() };
+            }
             runtime.spawn(async move {
                 let _ = sender.send(work.await);
             });
@@ -193,6 +224,53 @@ impl Remote {
             let payload = PutPayload::from(bytes);
             repeated("write", &name, || store.put(&path, payload.clone())).await.map(drop)
         })
+    }
+
+    /// Checks, once in a process, that the object store creates an object only if it does not exist. Two writers would otherwise
+    /// overwrite each other's versions. `name` should exist, with these bytes.
+    ///
+    /// # Errors
+    /// [`Error::NoPutIfAbsent`].
+    pub fn probe(&self, name: &str, bytes: Vec<u8>) -> Result<()> {
+        if !self.shared.is_probed.load(Relaxed) {
+            // Twice, because it may have been removed before the first time.
+            if !self.refuses_to_create(name, bytes.clone())? && !self.refuses_to_create(name, bytes)? {
+                return Err(Error::NoPutIfAbsent { location: self.location().to_owned() });
+            }
+            self.shared.is_probed.store(true, Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Whether the object store refuses to create an object, because it exists.
+    fn refuses_to_create(&self, name: &str, bytes: Vec<u8>) -> Result<bool> {
+        let (store, path, name) = (self.shared.store.clone(), self.path(name), name.to_owned());
+        let refused = self.start(async move {
+            let put = || store.put_opts(&path, PutPayload::from(bytes.clone()), PutMode::Create.into());
+            repeated("create", &name, || async {
+                match put().await {
+                    Err(object_store::Error::AlreadyExists { .. }) => Ok(true),
+                    other => other.map(|_| false),
+                }
+            })
+            .await
+        });
+        refused.wait()?
+    }
+
+    /// Writes an empty object every `interval`. An error is no failure: the next one may succeed.
+    pub fn repeat(&self, interval: Duration, name: String) -> Option<Repeating> {
+        let (store, path) = (self.shared.store.clone(), self.path(&name));
+        let runtime = self.shared.runtime.as_ref().filter(|_| !self.shared.is_sequential)?;
+        let task = runtime.spawn(async move {
+            loop {
+                tokio::time::sleep(interval).await;
+                if let Err(error) = store.put(&path, PutPayload::new()).await {
+                    tracing::debug!(name, %error, "a lease was not renewed");
+                }
+            }
+        });
+        Some(Repeating(task.abort_handle()))
     }
 
     /// Creates an object unless it exists. Returns whether it was created.
@@ -318,23 +396,22 @@ async fn read(
     let read = || async {
         let options = GetOptions { range: range.clone().map(GetRange::Bounded), ..GetOptions::default() };
         let got = match store.get_opts(path, options).await {
-            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            Err(object_store::Error::NotFound { .. }) => return Ok(Ok(None)),
             // A range behind the end of an object is an error of the request, but the fault is in the object.
             Err(error) => {
                 let Some(range) = &range else { return Err(error) };
                 let is_short = store.head(path).await.is_ok_and(|object| object.size < range.end);
-                return if is_short { Ok(Some(Vec::new())) } else { Err(error) };
+                return if is_short { Ok(Ok(Some(Vec::new()))) } else { Err(error) };
             }
             Ok(got) => got,
         };
         let size = got.range.end - got.range.start;
         if size > limit {
-            let source = format!("expected at most {limit} bytes, found {size}").into();
-            return Err(object_store::Error::Generic { store: "tpde-store", source });
+            return Ok(Err(Error::manifest(name, format_args!("expected at most {limit} bytes, found {size}"))));
         }
-        got.bytes().await.map(|bytes| Some(bytes.to_vec()))
+        got.bytes().await.map(|bytes| Ok(Some(bytes.to_vec())))
     };
-    repeated("read", name, read).await
+    repeated("read", name, read).await?
 }
 
 /// Whether a repetition cannot succeed.
@@ -362,6 +439,11 @@ async fn repeated<T, F: Future<Output = object_store::Result<T>>>(
     for attempt in 1.. {
         match request().await {
             Ok(value) => return Ok(value),
+            Err(object_store::Error::NotSupported { source }) if source.is::<Vanished>() => {
+                return Err(Error::NotAStore {
+                    location: source.downcast::<Vanished>().map_or_else(|e| e.to_string(), |found| found.0),
+                });
+            }
             Err(error) if attempt == ATTEMPTS || is_final(&error) => {
                 return Err(Error::Request { action, object: object.to_owned(), source: error.into() });
             }

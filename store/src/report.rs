@@ -38,7 +38,7 @@ pub struct PairReport {
 }
 
 pub(crate) fn report(prefix: &Prefix, branch: &str) -> Result<Vec<VersionReport>> {
-    let mut catalog = Catalog::new(&prefix.remote);
+    let mut catalog = prefix.catalog()?;
     let versions: Vec<Version> = catalog.whole(branch)?.versions().cloned().collect();
     if versions.is_empty() {
         return Err(Error::NoVersion { version: branch.to_owned() });

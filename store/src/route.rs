@@ -132,7 +132,11 @@ fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, withou
         }
         let at = match &place {
             Place::Nothing(_) => return Ok(Some(Route { source: Source::Nothing, steps: steps(&next, place) })),
-            Place::Version(reference) => catalog.at(reference)?,
+            // Another way may lead past a manifest that is not valid. If none does, `why_not` says so.
+            Place::Version(reference) => match catalog.at(reference) {
+                Err(Error::Manifest { .. }) => None,
+                found => found?,
+            },
         };
         let Some(at) = at else { continue };
         if is_start(&at, start) {

@@ -1,6 +1,6 @@
 //! The store: its calls.
 
-use crate::catalog::{Catalog, Whole};
+use crate::catalog::Whole;
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::fold::{self, FoldOptions, PruneReport};
@@ -18,7 +18,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tpde::{Checkpoint, Rectangle, Watch};
 
 /// Versions of checkpoints in a folder or an object store.
@@ -30,8 +30,8 @@ pub struct Store(pub(crate) Prefix);
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StoreOptions {
-    /// Objects that are younger are never collected. A `put` must end within half of it. The default is a day; at least 2 s,
-    /// because clocks of object stores may count whole seconds.
+    /// Objects that are younger are never collected, and a call that shows no sign of life for so long is given up. The default is a
+    /// day; at least 2 s, because clocks of object stores may count whole seconds.
     pub grace: Duration,
     /// A version is stored whole if this many pairs would lead to it from the last anchor; 0 for no such rule. The default is 100.
     pub anchor_every: u64,
@@ -96,7 +96,7 @@ impl Store {
     /// Credentials come from the usual environment variables, such as `AWS_ACCESS_KEY_ID` and `AWS_ENDPOINT_URL`.
     ///
     /// # Errors
-    /// [`Error::AlreadyAStore`]; [`Error::Request`]; [`Error::InvalidArgument`] for a grace below 2 s.
+    /// [`Error::AlreadyAStore`]; [`Error::NoPutIfAbsent`]; [`Error::Request`]; [`Error::InvalidArgument`] for a grace below 2 s.
     pub fn init(location: &str, options: &StoreOptions) -> Result<Self> {
         Self::init_at(Remote::open(location, true)?, options)
     }
@@ -115,14 +115,20 @@ impl Store {
         }
         let rules = StoreManifest {
             schema: STORE_SCHEMA.into(),
+            id: Some(new_id()),
             grace: options.grace.as_secs(),
             anchor_every: options.anchor_every,
             anchor_percent: options.anchor_percent,
         };
-        if remote.get(STORE.into(), None, MAX_MANIFEST).wait()??.is_some() || !remote.create(STORE, json(&rules)?)? {
+        let identity = json(&rules)?;
+        if remote.get(STORE.into(), None, MAX_MANIFEST).wait()??.is_some() || !remote.create(STORE, identity.clone())? {
             return Err(Error::AlreadyAStore { location: remote.location().to_owned() });
         }
-        Ok(Self(Prefix { remote, rules, segment_bytes: SEGMENT_BYTES }))
+        if let Err(error) = remote.probe(STORE, identity.clone()) {
+            remote.delete(STORE)?;
+            return Err(error);
+        }
+        Ok(Self(Prefix { remote, rules, identity: identity.into(), segment_bytes: SEGMENT_BYTES }))
     }
 
     /// Opens a store. `location` is as for [`Store::init`].
@@ -144,15 +150,17 @@ impl Store {
     pub(crate) fn open_at(remote: Remote) -> Result<Self> {
         let found = remote.get(STORE.into(), None, MAX_MANIFEST).wait()??;
         let bytes = found.ok_or_else(|| Error::NotAStore { location: remote.location().to_owned() })?;
-        Ok(Self(Prefix { rules: StoreManifest::parse(&bytes, STORE)?, remote, segment_bytes: SEGMENT_BYTES }))
+        let rules = StoreManifest::parse(&bytes, STORE)?;
+        Ok(Self(Prefix { rules, identity: bytes.into(), remote, segment_bytes: SEGMENT_BYTES }))
     }
 
     /// The same store, whose calls `watch` can end, also while they wait for a request: the watcher is asked every 50 ms. The call
     /// then returns the watcher's error, and the request may still be carried out.
     #[must_use]
     pub fn watched(&self, watch: Arc<dyn Watch + Send + Sync>) -> Self {
-        let Prefix { remote, rules, segment_bytes } = &self.0;
-        Self(Prefix { remote: remote.watched(watch), rules: rules.clone(), segment_bytes: *segment_bytes })
+        let Prefix { remote, rules, identity, segment_bytes } = &self.0;
+        let (remote, rules, identity) = (remote.watched(watch), rules.clone(), identity.clone());
+        Self(Prefix { remote, rules, identity, segment_bytes: *segment_bytes })
     }
 
     /// The version that `version` names: `BRANCH@NUMBER`, or `BRANCH` for its head.
@@ -161,7 +169,7 @@ impl Store {
     /// [`Error::NoVersion`]; [`Error::Pruned`]; [`Error::InvalidArgument`] for a name that cannot exist; the errors of reading the
     /// branch's manifests.
     pub fn version(&self, version: &str) -> Result<Version> {
-        Catalog::new(&self.0.remote).find(version)
+        self.0.catalog()?.find(version)
     }
 
     /// The versions of a branch, newest first.
@@ -170,7 +178,7 @@ impl Store {
     /// As for [`Store::version`].
     pub fn log(&self, branch: &str) -> Result<Vec<Version>> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         let versions: Vec<_> = catalog.whole(branch)?.versions().rev().cloned().collect();
         if versions.is_empty() {
             return Err(Error::NoVersion { version: branch.to_owned() });
@@ -184,7 +192,7 @@ impl Store {
     /// As for [`Store::version`].
     pub fn newest(&self, branch: &str, count: usize) -> Result<Vec<Version>> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         let mut versions = catalog.newest(branch, count)?;
         if catalog.branch(branch)?.head().is_none() {
             return Err(Error::NoVersion { version: branch.to_owned() });
@@ -199,7 +207,7 @@ impl Store {
     /// As for [`Store::version`].
     pub fn since(&self, branch: &str, from: u64) -> Result<Vec<Version>> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
-        Catalog::new(&self.0.remote).since(branch, from)
+        self.0.catalog()?.since(branch, from)
     }
 
     /// The heads of all branches, in ascending order of name.
@@ -207,7 +215,7 @@ impl Store {
     /// # Errors
     /// The errors of reading manifests.
     pub fn branches(&self) -> Result<Vec<Version>> {
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         catalog.heads()
     }
 
@@ -218,9 +226,8 @@ impl Store {
     /// [`Error::TooSlow`]; the errors of [`Store::version`].
     pub fn create_branch(&self, name: &str, from: &str) -> Result<Version> {
         let invalid = |reason: String| Error::InvalidArgument(reason);
-        let begin = Instant::now();
         names::check_branch(name).map_err(invalid)?;
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         let from = catalog.find(from)?;
         let branch = catalog.branch(name)?;
         if branch.head().is_some() {
@@ -236,27 +243,32 @@ impl Store {
             metadata: BTreeMap::new(),
             ..from
         };
-        self.0.publish(&version, begin)?;
+        self.0.publish(&version, put::lease_of(&self.0, &version)?.0)?;
         Ok(version)
     }
 
     /// Deletes a branch. Its versions can be neither named nor listed from now on. Branches that begin at one of them lose nothing:
     /// [`Store::gc`] removes what no other version needs, once the deletion is older than the grace. A new branch of this name
-    /// goes on with higher numbers. Returns the version that was the head.
+    /// goes on with higher numbers. Returns the version that was the head, or if its manifest is not valid, the newest one before it.
     ///
     /// # Errors
     /// [`Error::NoVersion`] if there is no such branch; [`Error::Conflict`] if a writer stores a version first: the branch stays;
     /// [`Error::TooSlow`]; the errors of reading the branch's manifests.
     pub fn delete_branch(&self, name: &str) -> Result<Version> {
-        let begin = Instant::now();
         names::check_branch(name).map_err(Error::InvalidArgument)?;
-        let mut catalog = Catalog::new(&self.0.remote);
-        let head = catalog.head(name)?.ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
-        let number = catalog.branch(name)?.next_number();
+        let mut catalog = self.0.catalog()?;
+        let no_version = || Error::NoVersion { version: name.to_owned() };
+        // Also if the head is damaged: the newest version that is not is then the parent.
+        let branch = catalog.sound_and_damaged(name)?;
+        branch.head().ok_or_else(no_version)?;
+        let (head, number) = (branch.versions().next_back().cloned(), branch.next_number());
+        let head = head.unwrap_or_else(|| new_version(name, branch.head().unwrap_or_default(), None));
         let deletion = Version { content: Content::Deleted, ..new_version(name, number, Some(&head)) };
-        // Before the manifest, so that no list shows a deletion without its mark.
-        self.0.remote.put(names::deletion(name, number), Vec::new()).wait()??;
-        self.0.publish(&deletion, begin)?;
+        let (lease, _) = put::lease_of(&self.0, &Version { parent: None, ..deletion.clone() })?;
+        // Before the manifest, so that no list shows a deletion without its mark. The lease protects the mark.
+        let mark = self.0.remote.put(names::deletion(name, number), Vec::new());
+        let (_, lease) = lease.during(|_| mark.wait()?)?;
+        self.0.publish(&deletion, lease)?;
         Ok(head)
     }
 
@@ -331,7 +343,7 @@ impl Store {
     /// # Errors
     /// As for [`Store::version`].
     pub fn needs_anchor(&self, version: &str) -> Result<bool> {
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         let version = catalog.find(version)?;
         put::needs_anchor(&self.0, &mut catalog, &version)
     }
@@ -354,7 +366,7 @@ impl Store {
     /// # Errors
     /// The errors of opening the pair, and of requests.
     pub fn upload_pair(&self, pair: impl AsRef<Path>) -> Result<StoredPair> {
-        put::upload_files(&self.0, pair.as_ref())
+        put::upload_alone(&self.0, pair.as_ref())
     }
 
     /// Reads a pair of [`Store::upload_pair`] into a folder. Returns its path.
@@ -397,7 +409,7 @@ impl Store {
     /// # Errors
     /// As for [`Store::log`].
     pub fn shortcuts(&self, branch: &str) -> Result<Vec<Shortcut>> {
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         let mut shortcuts = Vec::new();
         for version in self.log(branch)?.iter().rev() {
             shortcuts.extend_from_slice(catalog.shortcuts(version)?);
@@ -419,12 +431,30 @@ impl Store {
         fold::prune(&self.0, branch, keep_every, options)
     }
 
+    /// Prunes the versions of a branch whose manifests are not valid, so that [`Store::put`] and [`Store::gc`] go on without them. What
+    /// derives from them is lost, unless a shortcut skips them.
+    ///
+    /// # Errors
+    /// [`Error::Schema`] for a manifest that a newer version of this crate may read; the errors of requests.
+    pub fn prune_damaged(&self, branch: &str) -> Result<PruneReport> {
+        names::check_branch(branch).map_err(Error::InvalidArgument)?;
+        let mut catalog = self.0.catalog()?;
+        let found = catalog.sound_and_damaged(branch)?;
+        let mut report = PruneReport { kept: found.versions().count() as u64, ..PruneReport::default() };
+        for (number, _) in found.live_damaged() {
+            self.0.mark_pruned(branch, number)?;
+            report.pruned.push(format!("{branch}@{number}"));
+        }
+        Ok(report)
+    }
+
     /// Removes versions that were pruned or whose branch was deleted, if no other version needs them; shortcuts from or to such
     /// versions; and objects that no version uses. All this only if the mark, the deletion, the shortcut or the object is older than
     /// the store's grace, by the store's clock. So what a running `put` or `fold` has read or uploaded stays.
     ///
     /// # Errors
-    /// The errors of requests, and of reading any manifest: nothing is removed then, because what that manifest uses is not known.
+    /// The errors of requests, and of reading the manifest of any version that can be named: nothing is removed then, because what
+    /// that manifest uses is not known. [`Store::prune_damaged`] and [`Store::delete_branch`] help.
     pub fn gc(&self) -> Result<GcReport> {
         gc::gc(&self.0)
     }
@@ -434,7 +464,7 @@ impl Store {
     /// # Errors
     /// The errors of reading manifests.
     pub fn usage(&self) -> Result<Usage> {
-        let mut catalog = Catalog::new(&self.0.remote);
+        let mut catalog = self.0.catalog()?;
         let mut usage = Usage::default();
         let mut files = BTreeMap::new();
         let versions: Vec<Version> = catalog.all()?.into_values().flat_map(Whole::all_versions).cloned().collect();
@@ -449,7 +479,7 @@ impl Store {
                 }
                 _ => {}
             }
-            files.extend(version.file_segments().map(|segment| (segment.digest, segment.bytes)));
+            files.extend(version.file_segments().map(|segment| ((segment.digest, segment.upload), segment.bytes)));
         }
         for shortcut in catalog.all_shortcuts()? {
             if catalog.at(&shortcut.from)?.is_some() && catalog.at(&shortcut.to)?.is_some() {

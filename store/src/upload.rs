@@ -1,11 +1,11 @@
 //! Uploads of files as segments, while they are written.
 
-use crate::digest::Digest;
+use crate::digest::{Digest, UploadId};
 use crate::error::{Error, Result};
 use crate::manifest::{Segment, Stored};
-use crate::names;
+use crate::prefix::Prefix;
 use crate::remote::{IN_FLIGHT, Pending, Remote};
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,8 +16,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct Upload<'a> {
     remote: &'a Remote,
     segment_bytes: usize,
-    /// Objects that need not be uploaded, because a version that is the parent of this one uses them.
-    known: &'a HashSet<Digest>,
+    /// The call, whose lease exists.
+    id: UploadId,
+    /// Segments that need not be uploaded, because a version that the lease names uses them.
+    known: &'a Known,
     first: Option<Vec<u8>>,
     current: Vec<u8>,
     /// All segments but the first.
@@ -25,6 +27,9 @@ pub(crate) struct Upload<'a> {
     pending: VecDeque<Pending<Result<()>>>,
     failure: Failure,
 }
+
+/// Segments that are in the store, by digest.
+pub(crate) type Known = HashMap<Digest, Segment>;
 
 /// The error of an upload, for a caller whose writer was consumed.
 pub(crate) type Failure = Arc<Mutex<Option<Error>>>;
@@ -35,10 +40,11 @@ pub(crate) fn take(failure: &Failure) -> Option<Error> {
 }
 
 impl<'a> Upload<'a> {
-    pub fn new(remote: &'a Remote, segment_bytes: usize, known: &'a HashSet<Digest>) -> Self {
+    pub fn new(prefix: &'a Prefix, id: UploadId, known: &'a Known) -> Self {
         Self {
-            remote,
-            segment_bytes,
+            remote: &prefix.remote,
+            segment_bytes: prefix.segment_bytes,
+            id,
             known,
             first: None,
             current: Vec::new(),
@@ -64,14 +70,14 @@ impl<'a> Upload<'a> {
     }
 
     fn send(&mut self, bytes: Vec<u8>) -> Result<Segment> {
-        let segment = Segment { digest: Digest::of(&bytes), bytes: bytes.len() as u64 };
-        if self.known.contains(&segment.digest) {
-            return Ok(segment);
+        let segment = Segment { digest: Digest::of(&bytes), bytes: bytes.len() as u64, upload: Some(self.id) };
+        if let Some(known) = self.known.get(&segment.digest) {
+            return Ok(*known);
         }
         while self.pending.len() >= IN_FLIGHT {
             self.wait_for_one()?;
         }
-        self.pending.push_back(self.remote.put(names::object(&segment.digest), bytes));
+        self.pending.push_back(self.remote.put(segment.object(), bytes));
         Ok(segment)
     }
 

@@ -1,11 +1,10 @@
 //! `verify`: reads and compares all that versions need.
 
-use crate::catalog::{Catalog, Whole};
-use crate::digest::Digest;
+use crate::catalog::Catalog;
 use crate::download::{Cache, each_segment};
 use crate::error::{Error, Result};
 use crate::get::check_pair;
-use crate::manifest::{StoredPair, Version};
+use crate::manifest::{Segment, StoredPair, Version};
 use crate::prefix::{NOBODY, Prefix};
 use crate::put::{Base, temporary};
 use crate::reach::is_damage;
@@ -33,15 +32,21 @@ pub struct VerifyReport {
 }
 
 pub(crate) fn verify(prefix: &Prefix, branch: Option<&str>, rebuild: bool) -> Result<VerifyReport> {
-    let mut catalog = Catalog::new(&prefix.remote);
-    let versions: Vec<Version> = match branch {
-        Some(name) => catalog.whole(name)?.versions().cloned().collect(),
-        None => catalog.all()?.into_values().flat_map(Whole::versions).cloned().collect(),
+    let mut catalog = prefix.catalog()?;
+    let names = match branch {
+        Some(name) => vec![name.to_owned()],
+        None => catalog.list()?,
     };
-    if let (Some(name), true) = (branch, versions.is_empty()) {
+    let (mut versions, mut report) = (Vec::new(), VerifyReport::default());
+    for name in names {
+        let found = catalog.sound_and_damaged(&name)?;
+        versions.extend(found.versions().cloned());
+        report.faults.extend(found.live_damaged().map(|(number, error)| (format!("{name}@{number}"), error.to_string())));
+    }
+    if let (Some(name), true) = (branch, versions.is_empty() && report.faults.is_empty()) {
         return Err(Error::NoVersion { version: name.to_owned() });
     }
-    let mut report = VerifyReport::default();
+    report.versions += report.faults.len() as u64;
     let mut checked = HashSet::new();
     for version in &versions {
         report.versions += 1;
@@ -60,7 +65,7 @@ fn verify_one(
     catalog: &mut Catalog<'_>,
     version: &Version,
     rebuild: bool,
-    checked: &mut HashSet<Digest>,
+    checked: &mut HashSet<Segment>,
     shortcuts: &mut BTreeMap<String, String>,
 ) -> Result<u64> {
     let mut bytes = 0;
@@ -78,10 +83,10 @@ fn verify_one(
     }
     shortcuts.extend(catalog.damaged().iter().map(|(object, error)| (object.clone(), error.to_string())));
     for file in &version.files {
-        let is_new = file.content.segments.iter().any(|segment| !checked.contains(&segment.digest));
+        let is_new = file.content.segments.iter().any(|segment| !checked.contains(segment));
         if is_new {
             each_segment(&prefix.remote, &file.content, |_, _| Ok(()))?;
-            checked.extend(file.content.segments.iter().map(|segment| segment.digest));
+            checked.extend(&file.content.segments);
             bytes += file.content.bytes;
         }
     }

@@ -6,8 +6,8 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::*;
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,7 +23,6 @@ pub enum Fault {
     SlowAt(u64),
 }
 
-#[derive(Debug)]
 pub struct Faulty {
     pub inner: Arc<InMemory>,
     pub fault: Fault,
@@ -36,6 +35,21 @@ pub struct Faulty {
     pub hidden: u64,
     /// Seconds by which all objects, but not the clock, are older than they are.
     pub aged: AtomicI64,
+    /// Whether leases are as old as they are.
+    pub has_young_leases: AtomicBool,
+    /// Runs before the next manifest of a version is created.
+    pub before_manifest: Mutex<Option<Hook>>,
+    /// Whether an object that is to be created is overwritten, as by a server that ignores `If-None-Match`.
+    pub is_overwriting: AtomicBool,
+}
+
+/// What a test does at a certain request.
+pub type Hook = Box<dyn FnOnce() + Send>;
+
+impl fmt::Debug for Faulty {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Faulty")
+    }
 }
 
 impl fmt::Display for Faulty {
@@ -51,7 +65,20 @@ impl Faulty {
 
     pub fn with(inner: &Arc<InMemory>, fault: Fault, hidden: u64, aged: i64) -> Arc<Self> {
         let (requests, bytes_read, object_bytes, objects_read) = Default::default();
-        Arc::new(Self { inner: inner.clone(), fault, requests, bytes_read, object_bytes, objects_read, hidden, aged: aged.into() })
+        let (has_young_leases, before_manifest, is_overwriting) = Default::default();
+        Arc::new(Self {
+            inner: inner.clone(),
+            fault,
+            requests,
+            bytes_read,
+            object_bytes,
+            objects_read,
+            hidden,
+            aged: aged.into(),
+            has_young_leases,
+            before_manifest,
+            is_overwriting,
+        })
     }
 
     /// Errors before and after a request.
@@ -79,7 +106,16 @@ impl Faulty {
 
 #[async_trait::async_trait]
 impl ObjectStore for Faulty {
-    async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+    async fn put_opts(&self, location: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        if location.as_ref().contains("/branches/") && location.as_ref().ends_with(".json") {
+            let hook = self.before_manifest.lock().unwrap().take();
+            if let Some(hook) = hook {
+                hook();
+            }
+        }
+        if self.is_overwriting.load(SeqCst) {
+            options.mode = PutMode::Overwrite;
+        }
         let (before, after) = self.request().await;
         before?;
         let result = self.inner.put_opts(location, payload, options).await;
@@ -122,11 +158,12 @@ impl ObjectStore for Faulty {
             let dead = Error::PermissionDenied { path: "any".into(), source: "the process is dead".into() };
             return futures_util::stream::iter([Err(dead)]).boxed();
         }
-        let (aged, hidden) = (self.aged.load(SeqCst), self.hidden as usize);
+        let (aged, hidden, has_young_leases) = (self.aged.load(SeqCst), self.hidden as usize, self.has_young_leases.load(SeqCst));
         let listed = self.inner.list(prefix);
         let aged = listed.map(move |meta| {
             let mut meta = meta?;
-            if !meta.location.as_ref().contains("/clock/") {
+            let is_young = meta.location.as_ref().contains("/leases/") && has_young_leases;
+            if !meta.location.as_ref().contains("/clock/") && !is_young {
                 meta.last_modified -= Duration::from_secs(aged as u64);
             }
             Ok(meta)

@@ -102,7 +102,7 @@ fn a_shortcut_has_the_bytes_of_a_direct_encoding_and_is_made_once() {
         place.file(&weights[4]),
         &PutOptions::default().branch("direct").parent("main@1").have("main@1", versions_file(&place, &weights[1])),
     );
-    assert_eq!(direct.unwrap().pair().unwrap(), &made.pair);
+    assert_eq!(direct.unwrap().pair().unwrap().digest, made.pair.digest);
     assert_eq!((made.from.name(), made.to.name()), ("main@1".into(), "main@4".into()));
     let before = counted.requests.load(SeqCst);
     assert_eq!(fold(&store, 1, 4), made);
@@ -455,33 +455,36 @@ fn a_damaged_shortcut_is_left_out_and_made_anew() {
     let place = Place::new();
     let (memory, weights) = versions(&place, 5);
     let store = open(&memory);
-    let shortcut = fold(&store, 0, 4);
-    let manifest = hostile::names(&memory, "shortcuts/main/0000000004").remove(0);
-    let object = |stored: &Stored| object_store::path::Path::from(format!("a/prefix/objects/{}", stored.segments[0].digest));
-    for name in [object(&shortcut.pair.index), object(&shortcut.pair.blob), manifest] {
+    let object = |stored: &Stored| {
+        let Segment { digest, upload: Some(upload), .. } = stored.segments[0] else { panic!("an object without an upload") };
+        object_store::path::Path::from(format!("a/prefix/objects/{digest}.{upload}"))
+    };
+    for (what, part) in (0..9).map(|case| (case / 3, case % 3)) {
+        let shortcut = fold(&store, 0, 4);
+        let manifest = hostile::names(&memory, "shortcuts/main/0000000004").remove(0);
+        let name = [object(&shortcut.pair.index), object(&shortcut.pair.blob), manifest][what].clone();
         let right = hostile::read(&memory, &name);
         let mut flipped = right.clone();
         flipped[right.len() / 2] ^= 1;
-        for wrong in [flipped, right[..right.len() / 2].to_vec(), Vec::new()] {
-            hostile::write(&memory, &name, wrong);
-            for is_whole in [true, false] {
-                let (is_wanted, out) = (|tensor: &str| tensor == NAMES[2], Place::new());
-                let options = if is_whole { GetOptions::default() } else { GetOptions::default().tensors(&is_wanted) };
-                let report = store.get("main@4", out.at("out"), &options).unwrap();
-                assert_eq!(report.left_out.len(), 1, "{report:?}");
-                assert!(!is_whole || fs::read(out.at("out")).unwrap() == weights[4].bytes());
-            }
-            let report = store.verify(None, true).unwrap();
-            assert_eq!((report.faults.len(), report.shortcuts.len()), (0, 1), "{report:?}");
-            // The versions that it replaces are not pruned before it is made anew.
-            let copy = Arc::new(memory.fork());
-            assert_eq!(open(&copy).prune("main", 4, &FoldOptions::default()).unwrap().shortcuts, 1);
-            later(&copy).gc().unwrap();
-            check(&open(&copy), "main@4", &weights[4], &GetOptions::default());
-            assert_eq!(fold(&store, 0, 4).pair, shortcut.pair);
-            assert!(store.verify(None, true).unwrap().shortcuts.is_empty());
-            assert_eq!(store.get("main@4", Place::new().at("out"), &GetOptions::default()).unwrap().left_out, []);
+        let wrong = [flipped, right[..right.len() / 2].to_vec(), Vec::new()][part].clone();
+        hostile::write(&memory, &name, wrong);
+        for is_whole in [true, false] {
+            let (is_wanted, out) = (|tensor: &str| tensor == NAMES[2], Place::new());
+            let options = if is_whole { GetOptions::default() } else { GetOptions::default().tensors(&is_wanted) };
+            let report = store.get("main@4", out.at("out"), &options).unwrap();
+            assert_eq!(report.left_out.len(), 1, "{report:?}");
+            assert!(!is_whole || fs::read(out.at("out")).unwrap() == weights[4].bytes());
         }
+        let report = store.verify(None, true).unwrap();
+        assert_eq!((report.faults.len(), report.shortcuts.len()), (0, 1), "{report:?}");
+        // The versions that it replaces are not pruned before it is made anew.
+        let copy = Arc::new(memory.fork());
+        assert_eq!(open(&copy).prune("main", 4, &FoldOptions::default()).unwrap().shortcuts, 1);
+        later(&copy).gc().unwrap();
+        check(&open(&copy), "main@4", &weights[4], &GetOptions::default());
+        assert_eq!(fold(&store, 0, 4).pair.digest, shortcut.pair.digest);
+        assert!(store.verify(None, true).unwrap().shortcuts.is_empty());
+        assert_eq!(store.get("main@4", Place::new().at("out"), &GetOptions::default()).unwrap().left_out, []);
     }
 }
 
@@ -506,7 +509,7 @@ fn a_long_branch_costs_no_more_requests_than_a_short_one() {
             let reader = internals::open(counted.clone(), SEGMENT).unwrap();
             let found = requests(&|| _ = reader.get("main", out.at("out"), &GetOptions::default().have(&name, &path)).unwrap());
             // Lists of branch and shortcuts, the number behind the last, twice the manifests, and two objects per pair.
-            assert!(found <= 3 + 2 * (back + 1) + 3 * back, "{found} requests for {back} steps of {count}");
+            assert!(found <= 4 + 2 * (back + 1) + 3 * back, "{found} requests for {back} steps of {count}");
         }
         let (name, path) = have(count - 1);
         let options = PutOptions::default().have(name, path);
@@ -516,7 +519,7 @@ fn a_long_branch_costs_no_more_requests_than_a_short_one() {
         assert!(requests(&|| _ = store.log("main").unwrap()) <= 3);
         assert!(requests(&|| _ = store.since("main", count).unwrap()) <= 3);
         let (reader, log) = (internals::open(counted.clone(), SEGMENT).unwrap(), store.log("main").unwrap());
-        assert!(requests(&|| assert_eq!(reader.newest("main", 2).unwrap(), log[..2])) <= 4);
+        assert!(requests(&|| assert_eq!(reader.newest("main", 2).unwrap(), log[..2])) <= 5);
     }
-    assert!(puts[0] == puts[1] && puts[1] <= 8, "{puts:?}");
+    assert!(puts[0] == puts[1] && puts[1] <= 17, "{puts:?}");
 }

@@ -4,9 +4,12 @@ mod checkpoints;
 mod deleted;
 mod faulty;
 mod folded;
+mod folders;
 mod hostile;
+mod leases;
 mod opened;
 mod parts;
+mod simulated;
 mod watched;
 
 use checkpoints::{NAMES, Random, Weights, tree};
@@ -203,7 +206,7 @@ fn one_version(place: &Place) -> (Arc<InMemory>, Weights, Weights) {
 fn a_put_that_dies_at_any_request_leaves_a_store_for_the_next_writer() {
     let place = Place::new();
     for fault in [Fault::DeadFrom as fn(u64) -> Fault, Fault::LostAt] {
-        let mut died = 0;
+        let (mut died, mut has_failed_after) = (0, false);
         for request in 0.. {
             let (memory, first, second) = one_version(&place);
             let faulty = Faulty::new(&memory, fault(request));
@@ -213,13 +216,13 @@ fn a_put_that_dies_at_any_request_leaves_a_store_for_the_next_writer() {
                 outcome.unwrap();
                 break;
             }
-            outcome.unwrap_err();
             died += 1;
 
-            // The head is the old version or the new one.
+            // The head is the old version or the new one. What follows the manifest matters to nobody else.
             let store = open(&memory);
             let head = store.version("main").unwrap().number;
-            assert!(head == 0 || (head == 1 && fault(request) == Fault::LostAt(request)), "{request}");
+            assert!(head == 1 || outcome.is_err(), "{request}");
+            has_failed_after |= head == 1 && outcome.is_err();
             check(&store, "main", if head == 0 { &first } else { &second }, &GetOptions::default());
             let mut third = second.clone();
             third.step(3);
@@ -233,7 +236,7 @@ fn a_put_that_dies_at_any_request_leaves_a_store_for_the_next_writer() {
             check(&store, "main@0", &first, &GetOptions::default());
             check(&store, "main", &third, &GetOptions::default());
         }
-        assert!(died > 8, "{died} requests");
+        assert!(died > 8 && has_failed_after, "{died} requests");
     }
 }
 
@@ -458,17 +461,6 @@ fn a_get_that_is_interrupted_anywhere_resumes_and_publishes_nothing_before_its_e
     assert!(saved > total / 2, "an interrupted call saves {saved} of {total} bytes");
     let left: Vec<_> = fs::read_dir(place.0.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.iter().all(|name| !name.to_string_lossy().starts_with('.')), "{left:?}");
-}
-
-#[test]
-fn a_put_slower_than_half_of_the_grace_publishes_nothing() {
-    let (place, memory) = (Place::new(), Arc::new(InMemory::new()));
-    let store = init(&memory, &never_whole().grace(Duration::from_secs(2)));
-    let slow = Faulty::new(&memory, Fault::SlowAt(3));
-    let slow = internals::open(slow, SEGMENT).unwrap();
-    let error = slow.put(place.file(&Weights::new(1)), &PutOptions::default()).unwrap_err();
-    assert!(matches!(error, Error::TooSlow { grace: 2, .. }), "{error}");
-    assert!(matches!(store.log("main"), Err(Error::NoVersion { .. })));
 }
 
 #[test]

@@ -1,0 +1,244 @@
+//! A local folder as an object store: the regular files below it. Links and special files are no objects, and nothing is read, written
+//! or removed behind them.
+
+use crate::names::{BRANCHES, LEASES, SHORTCUTS, STORE};
+use futures_util::StreamExt;
+use futures_util::stream::{self, BoxStream};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as ObjectPath;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+use std::fmt;
+use std::fs::{FileType, Metadata};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A folder has no `store.json` any more: the store was moved away, or its file system was unmounted.
+#[derive(Debug)]
+pub(crate) struct Vanished(pub String);
+
+impl std::error::Error for Vanished {}
+
+impl fmt::Display for Vanished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} has no {STORE}", self.0)
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Folder {
+    root: Arc<Path>,
+    inner: Arc<LocalFileSystem>,
+}
+
+impl fmt::Display for Folder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+impl Folder {
+    pub fn new(root: &Path) -> Result<Self> {
+        let inner = Arc::new(LocalFileSystem::new_with_prefix(root)?.with_fsync(true));
+        Ok(Self { root: root.canonicalize().map_err(|e| failed(root, e))?.into(), inner })
+    }
+
+    /// Refuses a folder that is no store, so that nothing is written to what is left where a store was.
+    fn check(&self) -> Result<()> {
+        match self.root.join(STORE).symlink_metadata() {
+            Ok(found) if found.is_file() => Ok(()),
+            _ => Err(Error::NotSupported { source: Vanished(self.root.display().to_string()).into() }),
+        }
+    }
+
+    /// The file of an object, if it is a regular one in folders that are no links.
+    fn find(&self, location: &ObjectPath) -> Result<Option<Metadata>> {
+        let mut path = self.root.to_path_buf();
+        let mut found = None;
+        for part in location.parts() {
+            if found.as_ref().is_some_and(|before: &Metadata| !before.is_dir()) {
+                return Ok(None);
+            }
+            path.push(part.as_ref());
+            found = match path.symlink_metadata() {
+                Ok(found) => Some(found),
+                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(None),
+                Err(e) => return Err(failed(&path, e)),
+            };
+        }
+        Ok(found.filter(Metadata::is_file))
+    }
+
+    fn found(&self, location: &ObjectPath) -> Result<Metadata> {
+        match self.find(location)? {
+            Some(found) => Ok(found),
+            None => {
+                if location.as_ref() != STORE {
+                    self.check()?;
+                }
+                Err(Error::NotFound { path: location.to_string(), source: "there is no regular file of this name".into() })
+            }
+        }
+    }
+
+    /// Refuses an object that would be written behind a link.
+    fn check_parents(&self, location: &ObjectPath) -> Result<()> {
+        let mut path = self.root.to_path_buf();
+        let parts: Vec<_> = location.parts().collect();
+        for part in &parts[..parts.len().saturating_sub(1)] {
+            path.push(part.as_ref());
+            match path.symlink_metadata() {
+                Ok(found) if found.is_dir() => {}
+                Ok(found) => return Err(unexpected(&path, found.file_type())),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+                Err(e) => return Err(failed(&path, e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The regular files below a folder. If a list without some of them would be dangerous, links and special files are refused.
+    fn walk(&self, prefix: Option<&ObjectPath>, after: Option<&ObjectPath>) -> Result<Vec<ObjectMeta>> {
+        self.check()?;
+        let prefix = prefix.cloned().unwrap_or_default();
+        let is_strict = prefix.parts().next().is_some_and(|part| [BRANCHES, SHORTCUTS, LEASES].contains(&part.as_ref()));
+        let (mut found, mut open) = (Vec::new(), Vec::new());
+        let mut path = self.root.to_path_buf();
+        for part in prefix.parts() {
+            path.push(part.as_ref());
+            match path.symlink_metadata() {
+                Ok(found) if found.is_dir() => {}
+                Ok(found) => return Err(unexpected(&path, found.file_type())),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    self.check()?;
+                    return Ok(found);
+                }
+                Err(e) => return Err(failed(&path, e)),
+            }
+        }
+        open.push((path, prefix));
+        while let Some((path, below)) = open.pop() {
+            let entries = match path.read_dir() {
+                Ok(entries) => entries,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(failed(&path, e)),
+            };
+            for entry in entries {
+                let entry = entry.map_err(|e| failed(&path, e))?;
+                // What has another name is not the store's; nor are files that are being written.
+                let Ok(name) = entry.file_name().into_string() else { continue };
+                let Some(location) =
+                    ObjectPath::parse(&name).ok().filter(|_| !name.contains('#')).map(|_| below.clone().join(name))
+                else {
+                    continue;
+                };
+                let kind = entry.file_type().map_err(|e| failed(&entry.path(), e))?;
+                if kind.is_dir() {
+                    open.push((entry.path(), location));
+                } else if kind.is_file() {
+                    let is_listed = after.is_none_or(|after| location > *after);
+                    match entry.metadata() {
+                        Ok(of_file) if is_listed => found.push(meta(location, &of_file)?),
+                        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(&entry.path(), e)),
+                        _ => {}
+                    }
+                } else if is_strict {
+                    return Err(unexpected(&entry.path(), kind));
+                }
+            }
+        }
+        self.check()?;
+        Ok(found)
+    }
+
+    fn listed(&self, prefix: Option<&ObjectPath>, after: Option<&ObjectPath>) -> BoxStream<'static, Result<ObjectMeta>> {
+        let (folder, prefix, after) = (self.clone(), prefix.cloned(), after.cloned());
+        let walk = tokio::task::spawn_blocking(move || folder.walk(prefix.as_ref(), after.as_ref()));
+        let listed = async move {
+            match walk.await {
+                Ok(Ok(found)) => stream::iter(found.into_iter().map(Ok).collect::<Vec<_>>()),
+                Ok(Err(error)) => stream::iter(vec![Err(error)]),
+                Err(source) => stream::iter(vec![Err(Error::JoinError { source })]),
+            }
+        };
+        stream::once(listed).flatten().boxed()
+    }
+}
+
+fn meta(location: ObjectPath, found: &Metadata) -> Result<ObjectMeta> {
+    let modified = found.modified().map_err(|e| failed(Path::new(location.as_ref()), e))?;
+    #[cfg(unix)]
+    let file = std::os::unix::fs::MetadataExt::ino(found);
+    #[cfg(not(unix))]
+    let file = 0;
+    let e_tag = modified.duration_since(std::time::UNIX_EPOCH).ok().map(|age| format!("{file:x}-{:x}", age.as_nanos()));
+    Ok(ObjectMeta { location, last_modified: modified.into(), size: found.len(), e_tag, version: None })
+}
+
+fn failed(path: &Path, source: io::Error) -> Error {
+    let source = format!("{}: {source}", path.display()).into();
+    Error::Generic { store: "LocalFileSystem", source }
+}
+
+fn unexpected(path: &Path, found: FileType) -> Error {
+    let found = match found.is_symlink() {
+        true => "a link",
+        false => "a special file",
+    };
+    let source = format!("expected a file or a folder of the store, found {found}: {}", path.display()).into();
+    Error::NotSupported { source }
+}
+
+#[async_trait::async_trait]
+impl ObjectStore for Folder {
+    async fn put_opts(&self, location: &ObjectPath, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+        if location.as_ref() != STORE {
+            self.check()?;
+        }
+        self.check_parents(location)?;
+        self.inner.put_opts(location, payload, options).await
+    }
+
+    async fn put_multipart_opts(&self, location: &ObjectPath, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
+        Err(Error::NotSupported { source: format!("{location}: no object is uploaded in parts").into() })
+    }
+
+    async fn get_opts(&self, location: &ObjectPath, options: GetOptions) -> Result<GetResult> {
+        self.found(location)?;
+        self.inner.get_opts(location, options).await
+    }
+
+    fn delete_stream(&self, locations: BoxStream<'static, Result<ObjectPath>>) -> BoxStream<'static, Result<ObjectPath>> {
+        let folder = self.clone();
+        let delete = move |location: Result<ObjectPath>| {
+            let folder = folder.clone();
+            async move {
+                let location = location?;
+                folder.check()?;
+                folder.found(&location)?;
+                folder.inner.delete(&location).await?;
+                Ok(location)
+            }
+        };
+        locations.then(delete).boxed()
+    }
+
+    fn list(&self, prefix: Option<&ObjectPath>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.listed(prefix, None)
+    }
+
+    fn list_with_offset(&self, prefix: Option<&ObjectPath>, offset: &ObjectPath) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.listed(prefix, Some(offset))
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&ObjectPath>) -> Result<ListResult> {
+        self.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &ObjectPath, to: &ObjectPath, options: CopyOptions) -> Result<()> {
+        self.inner.copy_opts(from, to, options).await
+    }
+}
