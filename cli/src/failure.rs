@@ -114,7 +114,7 @@ fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
 fn of_store(error: &anyhow::Error) -> Option<(&'static str, u8)> {
     use tpde_store::Error;
     Some(match error.chain().find_map(|cause| cause.downcast_ref::<Error>())? {
-        Error::NotAStore { .. } => ("not_a_store", DATA),
+        Error::NotAStore { .. } | Error::Replaced { .. } => ("not_a_store", DATA),
         Error::AlreadyAStore { .. } => ("already_a_store", DATA),
         Error::Schema { .. } | Error::Manifest { .. } => ("manifest", DATA),
         Error::Damaged { .. } => ("damaged", DATA),
@@ -123,7 +123,7 @@ fn of_store(error: &anyhow::Error) -> Option<(&'static str, u8)> {
         Error::Unreachable { .. } => ("unreachable", DATA),
         Error::External { .. } => ("external", USAGE),
         Error::InvalidArgument(_) => ("invalid_argument", USAGE),
-        Error::Request { .. } => ("request", SYSTEM),
+        Error::Request { .. } | Error::NoPutIfAbsent { .. } => ("request", SYSTEM),
         Error::Conflict { .. } => ("conflict", SYSTEM),
         Error::TooSlow { .. } => ("too_slow", SYSTEM),
         _ => ("other", DATA),

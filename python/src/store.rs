@@ -34,7 +34,7 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("object", object)?;
             "RequestFailed"
         }
-        Error::NotAStore { location } => {
+        Error::NotAStore { location } | Error::Replaced { location } => {
             with.set_item("location", location)?;
             "NotAStore"
         }

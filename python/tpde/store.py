@@ -103,6 +103,8 @@ class PruneReport:
     shortcuts: int
     #: Size of their pairs in bytes.
     shortcut_bytes: int
+    #: Versions to which no shortcut could be made, and why. The versions that lead to them were kept.
+    skipped: dict[str, str]
 
 
 @dataclass(frozen=True)

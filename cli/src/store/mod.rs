@@ -212,8 +212,11 @@ struct Prune {
     /// Folder or URL of the store
     store: String,
     /// Keep the versions whose number is a multiple of N
-    #[arg(long, value_name = "N")]
-    keep_every: u64,
+    #[arg(long, value_name = "N", required_unless_present = "damaged")]
+    keep_every: Option<u64>,
+    /// Only remove versions whose manifests are damaged, so that put and gc go on without them
+    #[arg(long, conflicts_with_all = ["keep_every", "have"])]
+    damaged: bool,
     /// Branch
     #[arg(long, value_name = "BRANCH", default_value = "main")]
     branch: String,
@@ -451,11 +454,14 @@ impl Fold {
 impl Prune {
     fn run(&self, common: &Common) -> anyhow::Result<Pruned> {
         let store = open(&self.store)?;
+        let Some(keep_every) = self.keep_every.filter(|_| !self.damaged) else {
+            return store.prune_damaged(&self.branch).map(Pruned).map_err(error);
+        };
         // It is not known yet which shortcuts are needed. They never have more bytes than all versions of the branch.
         let most = store.log(&self.branch).map_err(error)?.iter().map(|version| version.tensor_bytes).sum();
         let bar = common.bar("prune", most);
         let advance = |bytes| bar.inc(bytes);
-        let report = store.prune(&self.branch, self.keep_every, &self.options.options(&advance)).map_err(error)?;
+        let report = store.prune(&self.branch, keep_every, &self.options.options(&advance)).map_err(error)?;
         bar.finish_and_clear();
         Ok(Pruned(report))
     }

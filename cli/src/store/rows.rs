@@ -191,7 +191,11 @@ impl fmt::Display for Pruned {
         let pruned = report.pruned.len() as u64;
         writeln!(f, "pruned {}, kept {}", text::counted(pruned, "version"), text::count(report.kept))?;
         let shortcuts = text::counted(report.shortcuts, "shortcut");
-        writeln!(f, "  stored {shortcuts}, {}", text::bytes(report.shortcut_bytes))
+        writeln!(f, "  stored {shortcuts}, {}", text::bytes(report.shortcut_bytes))?;
+        for (version, reason) in &report.skipped {
+            writeln!(f, "  no shortcut to {version}: {}", Escaped(reason))?;
+        }
+        Ok(())
     }
 }
 
