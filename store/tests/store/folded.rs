@@ -523,3 +523,19 @@ fn a_long_branch_costs_no_more_requests_than_a_short_one() {
     }
     assert!(puts[0] == puts[1] && puts[1] <= 17, "{puts:?}");
 }
+
+#[test]
+fn a_version_that_cannot_be_folded_does_not_block_prune() {
+    let place = Place::new();
+    let (memory, weights) = versions(&place, 5);
+    let store = open(&memory);
+    let segment = store.version("main@3").unwrap().pair().unwrap().blob.segments[0];
+    let name = format!("a/prefix/objects/{}.{}", segment.digest, segment.upload.unwrap());
+    hostile::write(&memory, &object_store::path::Path::from(name), b"damaged".to_vec());
+    let report = store.prune("main", 2, &FoldOptions::default()).unwrap();
+    assert_eq!((report.pruned, report.shortcuts), (vec!["main@1".to_owned()], 1));
+    assert!(report.skipped.len() == 1 && report.skipped["main@4"].contains("expected"), "{:?}", report.skipped);
+    later(&memory).gc().unwrap();
+    check(&store, "main@2", &weights[2], &GetOptions::default());
+    assert_eq!(store.prune("main", 2, &FoldOptions::default()).unwrap().pruned, [""; 0]);
+}
