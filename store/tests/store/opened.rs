@@ -88,8 +88,8 @@ fn a_call_ends_while_it_waits_for_a_request() {
     let place = Place::new();
     let (memory, ..) = two_versions(&place);
     let end = Arc::new(End::default());
-    // Request 0 opens the store, request 1 lists the branch, and the first manifest takes more than a second.
-    let store = internals::open(Faulty::new(&memory, Fault::SlowAt(2)), SEGMENT).unwrap().watched(end.clone());
+    // Request 0 opens the store, 1 looks whether it is still there, 2 lists the branch, and the first manifest takes more than a second.
+    let store = internals::open(Faulty::new(&memory, Fault::SlowAt(3)), SEGMENT).unwrap().watched(end.clone());
     end.now.store(true, SeqCst);
     let begin = Instant::now();
     let found = store.version("main@0").map(|_| ());
