@@ -147,7 +147,7 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
 
     Args:
         location: Path or URL.
-        grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A ``put`` must end within half of it.
+        grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A call that shows no sign of life for so long is given up.
         anchor_every: A version is stored whole if this many pairs would lead to it from the last anchor; 0 for never.
         anchor_percent: A version is stored whole if the pairs since the last anchor are larger than this percentage of the anchor; 0
             for never.

@@ -51,7 +51,7 @@ enum Verb {
 struct Init {
     /// Folder, which is created, or URL
     store: String,
-    /// Seconds for which objects that no version uses are kept. A put must end within half of it
+    /// Seconds for which objects that no version uses are kept. A call that shows no sign of life for so long is given up
     #[arg(long, value_name = "SECONDS", default_value_t = StoreOptions::default().grace.as_secs())]
     grace: u64,
     /// Store a version whole after this many versions; 0 for never
