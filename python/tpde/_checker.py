@@ -12,6 +12,7 @@ from ._folder import Folder
 from ._kept import Kept
 from ._merge import merge_expected
 from ._paths import digest_of, inspect
+from ._scratch import scratch
 from .slices import Map, check
 
 
@@ -86,7 +87,7 @@ class Checker:
             if self._folder is None:
                 # A group's folder belongs to this rank, and may be in memory.
                 within = self._channel.path if self._channel.is_live else None
-                self._folder = tempfile.TemporaryDirectory(prefix="tpde-", dir=within)
+                self._folder = tempfile.TemporaryDirectory(dir=scratch(within))
             path = Path(self._folder.name) / f"{version:08}-{len(self._merged)}"
             merge_expected([(self._channel.pair(one["pair"]), digest_of(one["digest"])) for one in stored], path)
             self._merged[digests] = path, inspect(path).pair_digest
