@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -52,6 +54,20 @@ class NotFound(SystemRefused, FileNotFoundError):
 
 class AlreadyExists(SystemRefused, FileExistsError):
     """A file exists and ``replace`` is false."""
+
+
+@contextlib.contextmanager
+def asked(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the operating system in the block become those of this package. ``action`` is a verb."""
+    try:
+        yield
+    except TpdeError:
+        raise
+    except OSError as error:
+        kind = NotFound if isinstance(error, FileNotFoundError) else SystemRefused
+        kind = AlreadyExists if isinstance(error, FileExistsError) else kind
+        reason = os.strerror(error.errno) if error.errno is not None else str(error)
+        raise kind(f"cannot {action} {os.fspath(path)}: {reason}", action=action, path=path, errno=error.errno) from error
 
 
 class Invalid(TpdeError, ValueError):
@@ -202,6 +218,29 @@ class NotRecorded(InvalidArgument):
     tensor: str | None = None
     parameter: str | None = None
     where: str | None = None
+
+
+class UnknownVersion(InvalidArgument):
+    """A channel does not have this version: the version is of another run, the channel was replaced, or the number is too high.
+
+    Attributes: ``version``, and ``expected`` and ``found``, the ids of the channel's version of this number and of the claimed one;
+    ``None`` if there is no such version, or its id is not known.
+    """
+
+    version: int
+    expected: str | None = None
+    found: str | None = None
+
+
+class OtherTensors(InvalidArgument):
+    """Tensors are not those of the versions before. Nothing was published.
+
+    Attributes: ``missing``, ``extra``, and ``changed``, names of tensors; those of ``changed`` have another dtype or shape.
+    """
+
+    missing: list[str]
+    extra: list[str]
+    changed: list[str]
 
 
 class NotAcknowledged(TpdeError, RuntimeError):

@@ -4,6 +4,7 @@ Each rank has a folder of its own. Rank 0 sends records and pairs; the others se
 
     rank 0           the others
     GATHER      -->  joins, and answers that were not sent yet
+    REFUSE ...  -->  a subscriber whose version is of another run gets the error
     PAIR ...    -->  stored, and checked while the next one is sent
     PREPARE     -->  errors of the checks
     COMMIT      -->  the parameters are changed, and the answers gathered; or
@@ -25,10 +26,15 @@ from typing import Any
 
 from ._collective import Collective, Messages
 from ._cuts import Rectangles
-from ._errors import BadCheckpoint, InvalidArgument
+from ._errors import BadCheckpoint, InvalidArgument, OtherTensors, UnknownVersion, asked
 from ._folder import Folder
+from ._records import check_layout, indices_of
+from ._scratch import scratch
+from ._version import Version
 
 _ENDINGS = (".tpde-index", ".tpde-blob")
+#: Errors of a join, which the publisher finds.
+_REFUSALS = {kind.__name__: kind for kind in (UnknownVersion, OtherTensors)}
 
 
 class Group(Folder):
@@ -46,7 +52,7 @@ class Group(Folder):
     def __init__(self, collective: Collective, path: str | os.PathLike[str] | None = None, *, history: int = 4) -> None:
         if collective.size < 2:
             raise InvalidArgument(f"the group has {collective.size} rank: expected a publisher and at least one subscriber")
-        self._temporary = tempfile.TemporaryDirectory(prefix="tpde-") if path is None else None
+        self._temporary = tempfile.TemporaryDirectory(dir=scratch()) if path is None else None
         super().__init__(path if path is not None else self._temporary.name)  # type: ignore[union-attr]
         self._messages, self._history = Messages(collective), history
         self.rank = self._messages.rank
@@ -55,6 +61,8 @@ class Group(Folder):
         self._answers: Future[None] | None = None
         self._queued: list[Future[Any]] = []
         self._outbox: list[dict[str, Any]] = []
+        #: Records that this rank has received. Those in the folder may be of another run.
+        self._received: dict[int, dict[str, Any]] = {}
         #: Whether the publisher has closed the channel, on the other ranks.
         self.is_closed = False
         self.owes_answer = False
@@ -164,9 +172,19 @@ class Group(Folder):
             for one in json.loads(text):
                 if one["kind"] == "join":
                     self._write(self.path / "layouts" / f"{one['layout']}.json", one["rectangles"])
-                    self._add(one["name"], one["session"], one["version"], one["layout"])
+                    version = Version(one["version"], one["id"])
+                    self._add(one["name"], one["session"], version, one["layout"])
+                    self._refuse(one, version)
                 else:
                     super().answer(one["name"], one["session"], one["version"], one["answer"])
+
+    def _refuse(self, join: dict[str, Any], version: Version) -> None:
+        """Tells a subscriber that cannot follow. It stays among the subscribers, so publishing fails until it joins again or is dropped."""
+        try:
+            super().admit(version, indices_of(join["rectangles"]))
+        except (UnknownVersion, OtherTensors) as error:
+            facts = {"error": type(error).__name__, "message": str(error), "facts": error._attributes}
+            self._send("refuse", session=join["session"], **facts)
 
     def _has(self, name: str) -> bool:
         return all(path.exists() for path in self._files(name))
@@ -187,13 +205,25 @@ class Group(Folder):
         """Adds the rank's subscriber. The publisher learns of it when it publishes next."""
         if self.rank == 0:
             raise InvalidArgument("rank 0 has the publisher: expected a subscriber on another rank")
+        version = self.admit(version, rectangles)
         session, layout = super().join(name, version, rectangles)
-        self._name = name
-        plain = self._read(self.path / "layouts" / f"{layout}.json")
-        self._outbox.append(
-            {"kind": "join", "name": name, "session": session, "version": version, "layout": layout, "rectangles": plain}
-        )
+        self._name, self._session = name, session
+        plain = self._read(self.path / "layouts" / f"{layout}.json", check_layout)
+        claim = {"version": version, "id": version.id, "layout": layout, "rectangles": plain}
+        self._outbox.append({"kind": "join", "name": name, "session": session, **claim})
         return session, layout
+
+    def versions(self) -> list[int]:
+        """On rank 0 all versions, on the others those that were received and not applied yet."""
+        return super().versions() if self.rank == 0 else sorted(self._received)
+
+    def version(self, version: int) -> dict[str, Any]:
+        """The record of a version."""
+        return super().version(version) if self.rank == 0 else self._received[version]
+
+    def identify(self, version: int) -> Version:
+        """As for :class:`Folder`. On the other ranks, the publisher identifies the version when it gets the join."""
+        return super().identify(version) if self.rank == 0 else Version(version, getattr(version, "id", None))
 
     def answer(self, name: str, session: str, version: int, answer: dict[str, Any]) -> None:
         """Reports the outcome of a version to the publisher, with the next answers."""
@@ -226,10 +256,12 @@ class Group(Folder):
             elif kind == "abort":
                 dropped()
             elif kind == "commit":
-                for version, record in header["records"]:
-                    self._write(self.path / "versions" / f"{version:08}.json", record)
+                self._received.update({version: record for version, record in header["records"]})
                 self.owes_answer = True
                 return True
+            elif kind == "refuse":
+                if header["session"] == self._session:
+                    raise _REFUSALS[header["error"]](header["message"], **header["facts"])
             elif kind == "end":
                 self.is_closed = True
                 return False
@@ -239,9 +271,11 @@ class Group(Folder):
     def answered(self, version: int) -> None:
         """Sends the answers to a commit. Deletes pairs that were applied."""
         self._send_owed()
-        for path in (self.path / "pairs").iterdir():
-            if path.name.partition("-")[0].isdigit() and int(path.name.partition("-")[0]) <= version:
-                path.unlink(missing_ok=True)
+        self._received = {number: record for number, record in self._received.items() if number > version}
+        with asked("delete pairs in", self.path / "pairs"):
+            for path in (self.path / "pairs").iterdir():
+                if path.name.partition("-")[0].isdigit() and int(path.name.partition("-")[0]) <= version:
+                    path.unlink(missing_ok=True)
 
     def _send_owed(self) -> None:
         if self.owes_answer:
@@ -254,7 +288,8 @@ class Group(Folder):
 
     def _store(self, name: str, *parts: memoryview) -> None:
         for path, data in zip(self._files(name), parts):
-            path.write_bytes(data)
+            with asked("write", path):
+                path.write_bytes(data)
 
     def _files(self, name: str) -> list[Path]:
         path = self.pair(name)

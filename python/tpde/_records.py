@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._folder import Folder
+from ._cuts import Rectangles
+from ._errors import OtherTensors
+
+#: Dtype and shape of each tensor of a version.
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def message_of(path: Path) -> bytes:
@@ -42,7 +47,104 @@ def digests_of(stored: dict[str, Any]) -> list[str]:
     return [one["digest"] for one in stored["pairs"]]
 
 
-def steps(channel: Folder, start: int, stop: int, layout: str) -> list[tuple[int, bool]] | None:
+def check_record(record: Any) -> None:
+    """Raises for what is no record of a version: ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError``."""
+    _expect(record["bytes"], int), _expect(record["favor"], str)
+    _expect(record["changed"], float, int, None), _expect(record.get("id"), str, None)
+    for stored in (record["difference"], record["whole"]):
+        if stored is not None:
+            _expect(stored["pairs"], list), _expect(stored["layouts"], list)
+            for one in stored["pairs"]:
+                _expect(one["pair"], str), _expect(one["digest"], str)
+    for dtype, shape in (record.get("tensors") or {}).values():
+        _expect(dtype, str), _check_numbers(shape)
+
+
+def check_subscriber(record: Any) -> None:
+    """Raises for what is no record of a subscriber."""
+    _expect(record["version"], int), _expect(record.get("id"), str, None)
+    if not re.fullmatch("[0-9a-f]{32}", record["layout"]):
+        raise ValueError("its layout is no digest")
+
+
+def check_answer(record: Any) -> None:
+    """Raises for what is no answer."""
+    _expect(record["version"], int), _expect(record.get("id"), str, None), _expect(record["error"], str, None)
+    _expect(record["digests"], list)
+
+
+def check_layout(plain: Any) -> None:
+    """Raises for what are no rectangles."""
+    for indices in plain.values():
+        for index in indices:
+            for bounds in index:
+                _check_numbers(bounds)
+                if len(bounds) != 2:
+                    raise ValueError(f"it has the bounds {bounds}")
+
+
+def _check_numbers(values: Any) -> None:
+    for one in _expect(values, list):
+        if _expect(one, int) < 0:
+            raise ValueError(f"it has the number {one}")
+
+
+def _expect(value: Any, *kinds: type | None) -> Any:
+    if type(value) not in [type(None) if kind is None else kind for kind in kinds]:
+        raise TypeError(f"it has {value!r:.100}: expected {' or '.join('null' if one is None else one.__name__ for one in kinds)}")
+    return value
+
+
+def check_within(rectangles: Rectangles, tensors: Any) -> None:
+    """Raises if versions with these tensors lack elements of the rectangles that a subscriber holds. ``None`` are unknown tensors."""
+    if tensors is None:
+        return
+    missing = [name for name in rectangles if name not in tensors]
+    changed = [name for name, indices in rectangles.items() if name in tensors and not _is_inside(indices, tensors[name][1])]
+    if missing or changed:
+        problem = "lack a tensor" if missing else "have another shape of a tensor"
+        raise OtherTensors(
+            f"the versions of the channel {problem} that the subscriber holds: {_listed(missing or changed)}",
+            missing=missing,
+            extra=[],
+            changed=changed,
+        )
+
+
+def _is_inside(indices: Iterable[tuple[slice, ...]], shape: Iterable[int]) -> bool:
+    dims = [*shape]
+    return all(len(index) == len(dims) and all(one.stop <= dim for one, dim in zip(index, dims)) for index in indices)
+
+
+def check_tensors(found: Tensors, expected: Any) -> None:
+    """Raises if a version does not have the tensors that the versions before it have."""
+    before = {name: (dtype, tuple(shape)) for name, (dtype, shape) in expected.items()}
+    missing = [name for name in before if name not in found]
+    extra = [name for name in found if name not in before]
+    changed = [name for name in before if name in found and before[name] != found[name]]
+    problems = [f"it lacks {_listed(missing)}"] if missing else []
+    problems += [f"it also has {_listed(extra)}"] if extra else []
+    if changed:
+        first, more = changed[0], f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        problems.append(f"it has {first!r} as {_described(found[first])} instead of {_described(before[first])}{more}")
+    if problems:
+        raise OtherTensors(
+            f"the source has other tensors than the versions before, so no subscriber could follow: {'; '.join(problems)}",
+            missing=missing,
+            extra=extra,
+            changed=changed,
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _described(tensor: tuple[str, tuple[int, ...]]) -> str:
+    return f"{tensor[0]} {[*tensor[1]]}"
+
+
+def steps(channel: Any, start: int, stop: int, layout: str) -> list[tuple[int, bool]] | None:
     """The versions whose pairs lead from one version to another, and whether each is whole; ``None`` if no pairs lead there."""
     known = {version: channel.version(version) for version in channel.versions() if start < version <= stop}
 

@@ -13,6 +13,7 @@ from ._collective import Messages
 from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
 from ._errors import InvalidArgument, RankFailed
 from ._index import rectangle
+from ._records import Tensors
 from ._slices import Slice
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Source:
             if not isinstance(state, Mapping):
                 raise InvalidArgument("the source has slices: expected a dict of tensors, or a group of ranks")
             own = {name: [(whole_of(tuple(tensor.shape)), tensor)] for name, tensor in state.items()}
-            return self._copied({name: tuple(tensor.shape) for name, tensor in state.items()}, own, [])
+            return self._copied({name: (_text(self._cast(one)), tuple(one.shape)) for name, one in state.items()}, own, [])
         return self._of_ranks()
 
     def _state(self) -> State:
@@ -83,21 +84,22 @@ class Source:
     def _of_ranks(self) -> Snapshot:
         """A function of the trainer, and each copy, may fail on one rank only. So ranks go on after all have done a step."""
         held, described = self.gather(self._held)
-        shapes, owners, shards = _owners([json.loads(text) for text in described])
+        tensors, owners, shards = _owners([json.loads(text) for text in described])
+        shapes = {name: shape for name, (_, shape) in tensors.items()}
         own, received = self.gather(lambda: self._divided(held, shapes, owners))
         large = {name: indices for name, indices in shards.items() if math.prod(shapes[name]) >= SMALL}
 
         def copied() -> Snapshot:
             wholes = _put_together(received, shapes) if self.is_first else {}
             small = {name: [(whole_of(shapes[name]), whole)] for name, whole in wholes.items()}
-            return self._copied(shapes, {**own, **small}, [large])
+            return self._copied(tensors, {**own, **small}, [large])
 
         return self.each(copied)
 
     def _held(self) -> tuple[list[_Held], bytes]:
         """The slices of this rank, and their description for all ranks."""
         held = [(one, rectangle(one.name, one.index, [*(one.shape or ())])) for one in _slices_of(self._state())]
-        plain = [(one.name, [*(one.shape or ())], box.origin, box.extent, str(self._cast(one.tensor))) for one, box in held]
+        plain = [(one.name, [*(one.shape or ())], box.origin, box.extent, _text(self._cast(one.tensor))) for one, box in held]
         return held, json.dumps(plain).encode()
 
     def _divided(self, held: list[_Held], shapes: Mapping[str, tuple[int, ...]], owners: dict[Any, int]) -> tuple[Any, bytes]:
@@ -113,11 +115,11 @@ class Source:
                 small.append((one.name, box.origin, box.extent, tensor.to("cpu", self._cast(tensor)).contiguous()))
             elif 0 not in box.extent:
                 own.setdefault(one.name, []).append((_index(box.origin, box.extent), tensor))
-        header = json.dumps([(name, origin, extent, str(tensor.dtype)) for name, origin, extent, tensor in small]).encode()
+        header = json.dumps([(name, origin, extent, _text(tensor.dtype)) for name, origin, extent, tensor in small]).encode()
         parts = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for *_, tensor in small]
         return own, b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
-    def _copied(self, shapes: Mapping[str, tuple[int, ...]], own: Any, cuts: list[Rectangles]) -> Snapshot:
+    def _copied(self, tensors: Tensors, own: Any, cuts: list[Rectangles]) -> Snapshot:
         copies = {
             name: [(index, one.detach().to(self.device, self._cast(one), copy=True).contiguous()) for index, one in held]
             for name, held in own.items()
@@ -125,7 +127,7 @@ class Source:
         # From now on the caller may change the weights, also on another stream.
         for device in {one.device for held in own.values() for _, one in held if one.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return Snapshot(shapes, copies, cuts)
+        return Snapshot(tensors, copies, cuts)
 
     def _cast(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -163,9 +165,10 @@ class Source:
 class Snapshot:
     """Copies of the elements that a rank encodes."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], held: Any, cuts: list[Rectangles]) -> None:
-        #: Shapes of all tensors, also of those of other ranks.
-        self.shapes = dict(shapes)
+    def __init__(self, tensors: Tensors, held: Any, cuts: list[Rectangles]) -> None:
+        #: Dtypes and shapes of all tensors, also of those of other ranks.
+        self.tensors = dict(tensors)
+        self.shapes = {name: shape for name, (_, shape) in tensors.items()}
         self._held, self._cuts = held, cuts
         self.bytes = {name: sum(one.numel() * one.element_size() for _, one in parts) for name, parts in held.items()}
 
@@ -209,7 +212,7 @@ def _put_together(received: list[bytes], shapes: Mapping[str, tuple[int, ...]]) 
     for message in received:
         at = 8 + int.from_bytes(message[:8], "little")
         for name, origin, extent, text in json.loads(message[8:at]):
-            dtype = getattr(torch, text.removeprefix("torch."))
+            dtype = getattr(torch, text)
             size = math.prod(extent) * dtype.itemsize
             part = torch.frombuffer(bytearray(message[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
             at += size
@@ -217,6 +220,10 @@ def _put_together(received: list[bytes], shapes: Mapping[str, tuple[int, ...]]) 
             if size:
                 whole[_index(origin, extent)] = part.view(dtype).view(extent)
     return wholes
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _index(origin: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
@@ -244,8 +251,8 @@ def _slices_of(state: State) -> Iterable[Slice]:
         yield Slice(name, _index(origin, extent), tensor.to_local(), shape)
 
 
-def _owners(ranks: list[Any]) -> tuple[dict[str, tuple[int, ...]], dict[Any, int], dict[str, list[tuple[slice, ...]]]]:
-    """Shapes of all tensors, the first rank that holds each rectangle, and the rectangles of each tensor."""
+def _owners(ranks: list[Any]) -> tuple[Tensors, dict[Any, int], dict[str, list[tuple[slice, ...]]]]:
+    """Dtypes and shapes of all tensors, the first rank that holds each rectangle, and the rectangles of each tensor."""
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     owners: dict[Any, int] = {}
@@ -264,4 +271,4 @@ def _owners(ranks: list[Any]) -> tuple[dict[str, tuple[int, ...]], dict[Any, int
         if elements != math.prod(shapes[name]):
             problem = "lack elements of" if elements < math.prod(shapes[name]) else "hold overlapping shards of"
             raise InvalidArgument(f"the ranks {problem} tensor {name!r} of shape {[*shapes[name]]}")
-    return dict(sorted(shapes.items())), owners, shards
+    return {name: (dtypes[name], shape) for name, shape in sorted(shapes.items())}, owners, shards

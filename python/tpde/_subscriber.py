@@ -17,6 +17,7 @@ from ._kept import Kept
 from ._outcome import Clock, Sync
 from ._records import digests_of, steps
 from ._state import check_scratch
+from ._version import Version
 from .slices import Loader, Map, Prepared, prepare
 
 _log = logging.getLogger("tpde")
@@ -33,9 +34,15 @@ class Subscriber:
         channel: Where versions come from.
         name: A name that is unique in the channel: letters, digits, ``-`` and ``_``. A subscriber takes the place of a former one with its name.
         version: The version that the parameters hold: 0 after the engine has loaded the checkpoint of version 0; -1 if they hold none
-            of the channel. They are then overwritten by the next whole version.
+            of the channel. They are then overwritten by the next whole version. ``version`` of a former subscriber also has the
+            identity of the version, so that one of another run is refused.
         kept, reload: As for :func:`tpde.slices.apply_`. ``kept`` must hold the same version.
         scratch: As for :func:`tpde.torch.apply_`, for several versions that are applied in one commit.
+
+    Raises:
+        UnknownVersion: The channel does not have ``version``, for example because the trainer has begun a new one. The publisher of
+            a group finds this: then :meth:`update` and :meth:`stage` raise it, and :meth:`Publisher.publish` names the subscriber.
+        OtherTensors: The channel's versions lack elements of the parameters. Found as above.
     """
 
     def __init__(
@@ -52,9 +59,10 @@ class Subscriber:
         check_scratch(scratch)
         self._weights, self._channel, self._name = weights, channel, name
         self._kept, self._reload, self._scratch = kept, reload, scratch
+        rectangles = weights.rectangles(kept)
         #: The version that the parameters hold.
-        self.version = version
-        self._session, self._layout = channel.join(name, version, weights.rectangles(kept))
+        self.version = channel.admit(version, rectangles)
+        self._session, self._layout = channel.join(name, self.version, rectangles)
         self._staged: list[tuple[int, bool]] = []
         #: Answers to be sent, with their versions.
         self._answers: list[tuple[int, dict[str, Any]]] = []
@@ -82,6 +90,7 @@ class Subscriber:
         Raises:
             TpdeError: A version could not be applied. The publisher gets the error. The parameters are those of ``version``, except
                 after :class:`tpde.Poisoned`.
+            UnknownVersion: The channel was replaced by one of another run.
             Step: One of several versions in one commit failed a check. ``number`` is its place among them, from 1.
             Disconnected: A rank of the group has ended. The parameters are those of ``version``.
             InvalidArgument: Another thread updates this subscriber.
@@ -151,6 +160,7 @@ class Subscriber:
             self._busy.release()
 
     def _path(self) -> list[tuple[int, bool]]:
+        self.version = self._channel.identify(self.version)
         versions = self._channel.versions()
         return (steps(self._channel, self.version, versions[-1], self._layout) or []) if versions else []
 
@@ -216,7 +226,7 @@ class Subscriber:
         clock = Clock()
         records = [(version, self._channel.version(version), whole) for version, whole in self._staged]
         answers = [
-            (version, {"error": None, "digests": digests_of(record["whole" if whole else "difference"])})
+            (version, {"error": None, "id": record.get("id"), "digests": digests_of(record["whole" if whole else "difference"])})
             for version, record, whole in records
         ]
         try:
@@ -237,7 +247,7 @@ class Subscriber:
             self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
             raise
         clock.end("apply")
-        self.version = records[-1][0]
+        self.version = Version(records[-1][0], records[-1][1].get("id"))
         self._answers += answers
         done = [
             Sync(version, record["bytes"], None if whole else record["changed"], record["favor"])
@@ -272,7 +282,7 @@ class Subscriber:
     def _apply(self, version: int, *, whole: bool) -> Sync:
         record = self._channel.version(version)
         stored = record["whole" if whole else "difference"]
-        clock, answer = Clock(), {"error": None, "digests": digests_of(stored)}
+        clock, answer = Clock(), {"error": None, "id": record.get("id"), "digests": digests_of(stored)}
         (staged, prepared), self._prepared = self._prepared or (None, None), None
         try:
             if prepared is None or staged != (version, whole):
@@ -284,7 +294,7 @@ class Subscriber:
         except BaseException as error:
             self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
             raise
-        self.version = version
+        self.version = Version(version, record.get("id"))
         clock.end("apply")
         self._answers.append((version, answer))
         changed = None if whole else record["changed"]

@@ -42,9 +42,11 @@ from ._group import Group
 from ._merge import merge_expected
 from ._outcome import Clock, Sync
 from ._paths import inspect
-from ._records import digests_of, indices_of, message_of, plain_of, steps, written
+from ._scratch import scratch
+from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, written
 from ._source import Snapshot, Source, rank_failed, reason_of
 from ._subscriber import Subscriber
+from ._version import Version
 from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
@@ -104,19 +106,28 @@ class Publisher:
         self._pairs: dict[tuple[str, ...], list[str]] = {}
         #: An error of the first rank that the others do not know yet.
         self._failure: Exception | None = None
-        #: The last version that was published.
-        self.version = 0
-        versions = self._agreed(lambda known: known.versions())
         #: The weights of the last version; ``None`` if they are not known.
         self._last: Snapshot | None = None
-        if versions:
-            self.version = versions[-1]
-        else:
+        begun = self._agreed(_last_of)
+        if begun is None:
             self._last = self._source.snapshot()
-            self._agreed(lambda known: known.begin(self._record()))
+            if not self._last.tensors:
+                raise _errors.InvalidArgument("the source has no tensors: expected those of version 0")
+            begun = self._agreed(self._begin)
+        #: The last version that was published.
+        self.version = Version(begun["version"], begun["id"])
+        #: Dtypes and shapes that all versions have; ``None`` if the channel does not tell.
+        self._tensors = begun["tensors"]
+
+    def _begin(self, channel: Folder) -> dict[str, Any]:
+        assert self._last is not None
+        record = {**self._record(), "tensors": self._last.tensors}
+        channel.begin(record)
+        return {"version": 0, "id": record["id"], "tensors": record["tensors"]}
 
     def _record(self) -> dict[str, Any]:
-        return {"bytes": 0, "changed": None, "favor": self._favor or "ratio", "difference": None, "whole": None}
+        empty = {"bytes": 0, "changed": None, "favor": self._favor or "ratio", "difference": None, "whole": None}
+        return {"id": uuid4().hex, **empty}
 
     def publish(self, *, copied: Callable[[], None] | None = None) -> Sync:
         """Publish the weights as the next version, once all subscribers that can reach the last one have it.
@@ -129,7 +140,10 @@ class Publisher:
                 ended.
 
         Raises:
-            NotAcknowledged: A subscriber failed, or did not answer in time. Nothing was published. ``Folder.drop`` removes a subscriber.
+            NotAcknowledged: A subscriber failed, has a version of another run, or did not answer in time. Nothing was published.
+                ``Folder.drop`` removes a subscriber.
+            OtherTensors: The source does not have the tensors of the versions before. Nothing was published.
+            UnknownVersion: The channel was replaced by another one.
             RankFailed: Another rank of the trainer failed. Nothing was published.
             InvalidArgument: Another publisher uses the channel.
             Disconnected: A rank of the group has ended.
@@ -139,6 +153,8 @@ class Publisher:
         plan = self._agreed(self._plan)
         clock.end("wait")
         target = self._source.snapshot()
+        if self._tensors is not None:
+            check_tensors(target.tensors, self._tensors)
         clock.end("snapshot")
         if copied is not None:
             self._source.each(copied)
@@ -165,7 +181,7 @@ class Publisher:
         stored = [one for one in (record["difference"], record["whole"]) if one is not None]
         pairs = {tuple(one["layouts"]): [pair["pair"] for pair in one["pairs"]] for one in stored}
         # In one statement: the pairs are those of the version.
-        self.version, self._last, self._pairs = version, target, pairs
+        self.version, self._last, self._pairs, self._tensors = Version(version, record["id"]), target, pairs, target.tensors
         clock.end("commit")
         sync = Sync(version, record["bytes"], record["changed"], record["favor"], clock.milliseconds)
         _log.info("published %s", sync)
@@ -190,9 +206,19 @@ class Publisher:
 
     def _plan(self, channel: Folder) -> dict[str, Any]:
         """Waits for subscribers. Returns their layouts, and whether one needs a whole version."""
+        channel.identify(self.version)
         behind = self._wait(self._timeout, fresh=True)
-        names = sorted({one["layout"] for one in channel.subscribers().values()})
-        layouts = {name: plain_of(channel.rectangles(name)) for name in names}
+        layouts, failed = {}, {}
+        for name, one in sorted(channel.subscribers().items()):
+            rectangles = channel.rectangles(one["layout"])
+            layouts[one["layout"]] = plain_of(rectangles)
+            try:
+                check_within(rectangles, self._tensors)
+            except _errors.OtherTensors as error:
+                failed[name] = reason_of(error)
+        if failed:
+            raise self._not_acknowledged(self.version, failed, [])
+        layouts = dict(sorted(layouts.items()))
         return {"layouts": layouts, "is_whole": self._last is None or bool(behind)}
 
     def _check(self, channel: Folder, version: int) -> None:
@@ -290,7 +316,7 @@ class Publisher:
             return inspect(path)
 
         def encode() -> tuple[None, bytes]:
-            with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
+            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
                 own = Path(folder) / "own"
                 return None, message_of(own) if save(own) else b""
 
@@ -299,7 +325,7 @@ class Publisher:
             return None
         try:
             path = self._channel.pair(name)
-            with tempfile.TemporaryDirectory(prefix="tpde-") as folder:
+            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
                 merge_expected([(one, None) for one in written(Path(folder), received)], path, replace=True)
             return inspect(path)
         except Exception as error:
@@ -331,9 +357,12 @@ class Publisher:
             behind: list[str] = []
             missed: set[int] = set()
             for name, one in self._channel.subscribers().items():
-                answer = one["answer"] or {"version": one["version"], "error": None}
+                answer = one["answer"] or {**one, "error": None}
+                unknown = self._unknown(answer)
                 if answer["error"] is not None:
                     failed[name] = answer["error"]
+                elif unknown is not None:
+                    failed[name] = unknown
                 elif answer["version"] != self.version:
                     has = answer["version"]
                     path = steps(self._channel, has, self.version, one["layout"]) if has < self.version else None
@@ -351,6 +380,17 @@ class Publisher:
                 pause = min(2 * pause, 0.1)
             fresh = False
 
+    def _unknown(self, answer: dict[str, Any]) -> str | None:
+        """The error of a subscriber whose version is not one of the channel."""
+        assert self._channel is not None
+        if answer["version"] == self.version and answer.get("id") == self.version.id:
+            return None
+        try:
+            self._channel.identify(Version(answer["version"], answer.get("id")))
+        except _errors.UnknownVersion as error:
+            return reason_of(error)
+        return None
+
     def _is_of_record(self, answer: dict[str, Any]) -> bool:
         assert self._channel is not None
         record = self._channel.version(self.version)
@@ -365,3 +405,12 @@ class Publisher:
             failed=failed,
             waiting=waiting,
         )
+
+
+def _last_of(channel: Folder) -> dict[str, Any] | None:
+    """Number and id of the last version of a channel, and its tensors; ``None`` if there is no version yet."""
+    versions = channel.versions()
+    if not versions:
+        return None
+    tensors = channel.version(0).get("tensors") if 0 in versions else None
+    return {"version": versions[-1], "id": channel.identify(versions[-1]).id, "tensors": tensors}
