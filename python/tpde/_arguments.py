@@ -1,0 +1,59 @@
+"""Kinds of the arguments of public functions, by the name of the parameter. One table, so that each has one meaning everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ._errors import InvalidArgument
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
+
+
+def _is_named(*names: str) -> Callable[[Any], bool]:
+    """Whether a value is an instance of a class of this package, which may need PyTorch."""
+    return lambda value: any(one.__name__ in names and one.__module__.partition(".")[0] == "tpde" for one in type(value).__mro__)
+
+
+_FLAG = (_is_flag, "True or False")
+_TEXT = (lambda value: isinstance(value, str), "a text")
+_MAPPING = (lambda value: isinstance(value, Mapping), "a dict")
+_FUNCTION = (callable, "a function")
+_NUMBER = (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "a number")
+#: What each parameter takes beside its default.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ["answer", "as_integers", "derived", "digests", "files", "no_base", "payload_digests", "rebuild", "replace"], _FLAG
+    ),
+    **dict.fromkeys(["strict", "whole", "refused", "pinned"], _FLAG),
+    **dict.fromkeys(["device", "favor", "framework", "kind", "mode", "payloads"], _TEXT),
+    **dict.fromkeys(["have", "metadata", "parts", "renamed"], _MAPPING),
+    **dict.fromkeys(["copied", "load_weights", "reload"], _FUNCTION),
+    **dict.fromkeys(["timeout", "interval"], _NUMBER),
+    "bucket": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0, "a number of at least 1"),
+    "history": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0, "a number of at least 1"),
+    "channel": (_is_named("Folder"), "a tpde.sync.Folder or Group"),
+    "weights": (_is_named("Map"), "a map, as tpde.slices.record makes it"),
+    "kept": (_is_named("Kept"), "what Map.keep returns"),
+    "store": (_is_named("Store"), "a tpde.store.Store, as tpde.store.Store(path) opens it"),
+    "model": (lambda value: hasattr(value, "named_modules") and not isinstance(value, type), "a module"),
+}
+
+
+def check_kinds(**arguments: Any) -> None:
+    """Raises :class:`tpde.InvalidArgument` for the first argument of the wrong kind. ``None`` is left to the function, which may take
+    it as "not passed"."""
+    for name, value in arguments.items():
+        fits, expected = _KINDS[name]
+        if value is not None and not fits(value):
+            raise InvalidArgument(f"{name} is a {type(value).__name__}: expected {expected}")
+
+
+def check_needed(**arguments: Any) -> None:
+    """As :func:`check_kinds`, and ``None`` is wrong too."""
+    check_kinds(**arguments)
+    for name, value in arguments.items():
+        if value is None:
+            raise InvalidArgument(f"{name} is None: expected {_KINDS[name][1]}")
