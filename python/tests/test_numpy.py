@@ -44,17 +44,58 @@ def test_dtypes_are_those_of_ml_dtypes(made: Made) -> None:
     assert arrays["layers.1.mask"].dtype == np.bool_
 
 
-def test_without_ml_dtypes_and_torch_they_are_integers(made: Made) -> None:
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4"])
+@pytest.mark.parametrize("has_package", [True, False])
+def test_bits_are_read_as_integers_only_if_asked_for(dtype: str, has_package: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """And are saved again with the dtype of the tensor, without a base and with one."""
+    if has_package:
+        pytest.importorskip("ml_dtypes")
     code = f"""
 import sys
-sys.modules["ml_dtypes"] = sys.modules["torch"] = None
-import numpy as np, tpde
-arrays = tpde.numpy.load_file({str(made.pair)!r}, base={str(made.base)!r})
-assert arrays["embed.weight"].dtype == np.uint16 and arrays["layers.0.scale"].dtype == np.uint8
-base = dict(arrays)
-assert tpde.numpy.apply_(base, {str(made.pair)!r}) == "already_applied"
+sys.modules["torch"] = None
+if not {has_package}:
+    sys.modules["ml_dtypes"] = None
+import json, numpy as np, struct, tpde, tpde.numpy
+dtype, width = {dtype!r}, 2 if {dtype!r} == "BF16" else 1
+shape = [6, 8] if dtype == "F4" else [6, 4]
+def write(path, value):
+    header = json.dumps({{"w": {{"dtype": dtype, "shape": shape, "data_offsets": [0, 24 * width]}}}}).encode()
+    data = (np.full(24, 0x3E00 if width == 2 else 0x3E, f"u{{width}}") ^ np.arange(24, dtype=f"u{{width}}") * value).tobytes()
+    open(path, "wb").write(struct.pack("<Q", len(header)) + header + data)
+    return data
+write("base.safetensors", 0)
+data = write("next.safetensors", 1)
+tpde.encode("next.safetensors", "p", base="base.safetensors")
+def load(**how):
+    with tpde.safe_open("p", "np", base="base.safetensors", **how) as opened:
+        read = [opened.get_tensor("w")]
+        if dtype != "F4":
+            read.append(opened.get_slice("w")[:])
+    return [tpde.numpy.load_file("p", base="base.safetensors", **how)["w"], *read]
+if {has_package} and dtype != "F4":
+    assert all(one.dtype.kind not in "ui" and one.tobytes() == data for one in load())
+else:
+    for read in (load, lambda: tpde.numpy.load_file("p", base="base.safetensors")):
+        try:
+            read()
+            raise SystemExit("no error")
+        except tpde.InvalidArgument as error:
+            assert all(word in str(error) for word in ("'w'", dtype, "ml_dtypes", "as_integers=True")), error
+for array in load(as_integers=True):
+    assert array.dtype == f"u{{width}}" and array.shape == (6, 4) and array.tobytes() == data
+    for saved in (array, array.copy(), array.reshape(6, 4)[:]):
+        (report,) = tpde.numpy.save_file({{"w": saved}}, "q", base="base.safetensors", replace=True).tensors
+        assert (report.dtype, [*report.shape]) == (dtype, shape), report
+        tpde.numpy.save_file({{"w": saved}}, "r", replace=True)
+        assert tpde.numpy.load_file("r", as_integers=True)["w"].tobytes() == data
+    (report,) = tpde.numpy.save_file({{"w": array[:2]}}, "q", replace=True).tensors
+    assert (report.dtype, [*report.shape]) == (dtype, [2, shape[1]])
+    base = {{"w": array.copy()}}
+    assert tpde.numpy.apply_(base, "p") == "already_applied"
+    for other, expected in ((array.astype("u4"), "U32"), (np.array(array.tolist(), f"u{{width}}"), f"U{{8 * width}}")):
+        assert tpde.numpy.save_file({{"w": other}}, "q", replace=True).tensors[0].dtype == expected
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_a_base_in_memory(made: Made) -> None:

@@ -528,7 +528,7 @@ def test_packed_dtypes(tmp_path: Path) -> None:
     assert report.tensors[0].dtype == "F4" and report.tensors[0].shape == (5, 32)
     loaded = tpde.torch.load_file(tmp_path / "p", base=state)["w"]
     assert loaded.dtype == torch.float4_e2m1fn_x2 and torch.equal(loaded.view(torch.uint8), target)
-    with tpde.safe_open(tmp_path / "p", base={"w": base.numpy()}, framework="np") as opened:
+    with tpde.safe_open(tmp_path / "p", base={"w": base.numpy()}, framework="np", as_integers=True) as opened:
         assert opened.get_tensor("w").tobytes() == raw(target)
         with pytest.raises(tpde.InvalidArgument):
             opened.get_slice("w")[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 from ._dtypes import is_packed
 from . import _tpde
+from ._arguments import check_kinds
 from ._entry import Entry
 from ._errors import DeviceUnavailable, InvalidArgument
 from ._index import complete, selected
@@ -25,8 +26,17 @@ class Reader:
     """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
     def __init__(
-        self, pair: Any, base: Any, framework: str, device: Any = "cpu", *, expect: Digest | None = None, is_read_once: bool = False
+        self,
+        pair: Any,
+        base: Any,
+        framework: str,
+        device: Any = "cpu",
+        *,
+        expect: Digest | None = None,
+        is_read_once: bool = False,
+        as_integers: bool = False,
     ) -> None:
+        check_kinds(framework=framework, as_integers=as_integers)
         #: The CUDA device that receives the tensors; ``None`` for the CPU.
         self.device: Any = None
         #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.
@@ -42,7 +52,7 @@ class Reader:
         elif framework in ("np", "numpy"):
             if str(device) != "cpu":
                 raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
-            self.allocator = NumPyAllocator()
+            self.allocator = NumPyAllocator(as_integers=as_integers)
         else:
             raise InvalidArgument(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self.tensors: Mapping[str, Any] | None = None
@@ -215,11 +225,11 @@ class safe_open:
         digests: Whether :meth:`get_tensor` compares base and target with the digests of the pair, on the CPU. Without digests, CRC
             and sums still find damage, but a forged blob is not detected; decoding is about three times as fast. A CUDA device
             always compares the target.
+        as_integers: As for :func:`tpde.numpy.load_file`. Without it, BF16 and F8 arrays have the dtypes of ml_dtypes, and F4 and F6
+            tensors are refused when they are read.
         expect: As for :func:`tpde.apply`.
 
-    Opening is cheap: only the index and the base's headers are read. In NumPy, BF16 and F8 arrays have the dtypes of ml_dtypes if
-    it is installed, otherwise unsigned integers of the same width with the same bits. F4 and F6 arrays are ``uint8``, with the last
-    dim in bytes, or with one dim if rows are not whole bytes.
+    Opening is cheap: only the index and the base's headers are read.
 
     Raises:
         UnexpectedPair: The pair does not have the digest ``expect``.
@@ -234,9 +244,11 @@ class safe_open:
         *,
         base: Any = None,
         digests: bool = True,
+        as_integers: bool = False,
         expect: Digest | None = None,
     ) -> None:
-        self._reader: Reader | None = Reader(pair, base, framework, device, expect=expect)
+        check_kinds(digests=digests)
+        self._reader: Reader | None = Reader(pair, base, framework, device, expect=expect, as_integers=as_integers)
         self._digests = digests
 
     def __enter__(self) -> safe_open:

@@ -1,7 +1,7 @@
 """Pairs and dicts of NumPy arrays. Functions have the names of those in ``safetensors.numpy``.
 
-Dtypes that NumPy lacks (BF16, F8) are those of ml_dtypes if it is installed, otherwise unsigned integers of the same width with
-the same bits. F4 and F6 are ``uint8``. Arrays that are read or changed in place may have either form.
+Dtypes that NumPy lacks (BF16, F8) are those of the package ml_dtypes. F4 and F6 have none. ``as_integers=True`` reads tensors of all
+these dtypes as unsigned integers with the same bits. Arrays that are read or changed in place may have either form.
 """
 
 from __future__ import annotations
@@ -26,11 +26,23 @@ def load_file(
     *,
     base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | None = None,
     digests: bool = True,
+    as_integers: bool = False,
     expect: Digest | None = None,
     progress: Progress = None,
 ) -> dict[str, numpy.ndarray[Any, Any]]:
-    """All tensors of the target of ``pair``, rebuilt from ``base``: name to array. As :func:`tpde.torch.load_file`."""
-    return _state.load(pair, base=base, framework="np", device="cpu", digests=digests, expect=expect, progress=progress)
+    """All tensors of the target of ``pair``, rebuilt from ``base``: name to array. As :func:`tpde.torch.load_file`.
+
+    Args:
+        as_integers: Whether tensors of a dtype that NumPy lacks (BF16, F8, F6, F4) are arrays of unsigned integers with the same
+            bits. Arrays of F6 and F4 have the last dim in bytes, or one dim if rows are not whole bytes. :func:`save_file` writes
+            such an array with the dtype of the tensor, and so a copy or view of it, and what keeps its dtype in NumPy.
+
+    Raises:
+        InvalidArgument: A tensor has a dtype that ml_dtypes has, and ml_dtypes is not installed; or one that it lacks.
+    """
+    return _state.load(
+        pair, base=base, framework="np", device="cpu", digests=digests, expect=expect, progress=progress, as_integers=as_integers
+    )
 
 
 def save_file(
@@ -52,7 +64,7 @@ def save_file(
 ) -> EncodeReport:
     """Write the difference of the arrays ``tensors`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
 
-    A BF16 tensor must be an array of ml_dtypes. An array of ``uint16`` is a tensor of U16.
+    A BF16 tensor is an array of ml_dtypes, or one that was read with ``as_integers``. Other arrays of ``uint16`` are tensors of U16.
     """
     how = options(
         codec=codec,
