@@ -41,7 +41,7 @@ mod _tpde {
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]
-    use super::paths::{apply, encode, encode_memory, fold, inspect, merge, verify};
+    use super::paths::{apply, encode, encode_memory, fold, inspect, merge, tensor_names, verify};
     #[pymodule_export]
     use super::rebuild::{Captured, Launched, Plan, Rebuild};
     #[cfg(feature = "store")]

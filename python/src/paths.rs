@@ -94,6 +94,15 @@ impl Base {
     }
 }
 
+/// Names of the tensors of a checkpoint in files.
+#[pyfunction]
+pub fn tensor_names(py: Python<'_>, checkpoint: PathBuf) -> PyResult<Vec<String>> {
+    run(py, None, 0, |_| {
+        let checkpoint = SafetensorsCheckpoint::open(&checkpoint)?;
+        Ok(checkpoint.tensors().iter().map(|tensor| tensor.name.clone()).collect())
+    })
+}
+
 pub fn bytes_of(checkpoint: &dyn Checkpoint) -> u64 {
     checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum()
 }

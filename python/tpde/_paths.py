@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar, Union
 
 from . import _tpde
+from ._arguments import check_kinds
 from ._errors import InvalidArgument, UnexpectedPair
 from ._progress import Progress, progress_callback
 
@@ -29,6 +30,8 @@ def path_of(path: StrPath) -> str:
     text = os.fsdecode(path)
     if not text:
         raise InvalidArgument("a path is empty")
+    if "\0" in text:
+        raise InvalidArgument(f"no file can have the path {text!r}: it has a NUL")
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
@@ -87,6 +90,8 @@ class EncodeReport:
     removed: list[str] = field(repr=False)
     #: Other files in the target's folder, which are not part of the pair.
     not_included: list[str] = field(repr=False)
+    #: Names of tied tensors that were left out because the base has their memory under another name, by that name.
+    tied: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     @property
     def stored_bytes(self) -> int:
@@ -170,7 +175,7 @@ def report(kind: type[T], text: str) -> T:
         for tensor in values["tensors"]:
             tensor["shape"] = tuple(tensor["shape"])
         values["tensors"] = [TensorReport(**tensor) for tensor in values["tensors"]]
-    return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})  # type: ignore[arg-type]
 
 
 def options(
@@ -186,6 +191,7 @@ def options(
     split: str | None,
 ) -> dict[str, Any]:
     """Encoding options for the Rust half."""
+    check_kinds(payload_digests=payload_digests, derived=derived)
     for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format, "split": split}.items():
         if name is not None and not isinstance(name, str):
             raise InvalidArgument(f"no {what} is named {name!r}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace as replace_fields
 from itertools import compress, islice
 from typing import Any, Literal, Union
 
 from . import _tpde
+from ._arguments import check_kinds
 from ._entry import Entry
 from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
 from ._memory import describe_all, describe_each, device_of
@@ -16,22 +18,32 @@ from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_p
 from ._progress import Progress, progress_callback
 from ._slices import Slice, checked, describe_saved, describe_slices, device_of_slices, is_slices
 from ._tensor import Memories
+from ._tied import first_names, fitting, groups, rank_of
 
 Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
 
 
 def load(
-    pair: Any, *, base: Any, framework: str, device: Any, digests: bool, expect: Digest | None, progress: Progress
+    pair: Any,
+    *,
+    base: Any,
+    framework: str,
+    device: Any,
+    digests: bool,
+    expect: Digest | None,
+    progress: Progress,
+    as_integers: bool = False,
 ) -> dict[str, Any]:
     """Rebuilds all tensors of the target."""
+    check_kinds(digests=digests, as_integers=as_integers)
     if hasattr(pair, "_pair"):
         check_digest(pair._pair, expect)
     if hasattr(pair, "_load_again") and framework == "pt" and not is_path(base):
         loaded: dict[str, Any] | None = pair._load_again(None if base is None else state_of(base), device, progress)
         if loaded is not None:
             return loaded
-    reader = Reader(pair, base, framework, device, expect=expect, is_read_once=True)
+    reader = Reader(pair, base, framework, device, expect=expect, is_read_once=True, as_integers=as_integers)
     return reader.read(digests=digests, progress=progress)
 
 
@@ -47,20 +59,44 @@ def save(
     base_pair: StrPath | None = None,
 ) -> EncodeReport:
     """Writes the difference of two state dicts as a pair: on the CPU, or on the CUDA device of ``encoder`` or of the tensors."""
+    check_kinds(replace=replace)
     target = held(tensors)
+    further: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
+    before = None if base is None else path_of(base) if is_path(base) else held(base)
+    if before is not None and isinstance(target, Mapping):
+        rank = rank_of(tensors, base, target)
+        target, further = _fitting(target, before, options, rank)
+        first = first_names(before, rank) if isinstance(before, Mapping) else {}
+        # Files have one name of tied tensors of the base.
+        options = {**options, "renamed": {**{name: first[name] for name in target if name in first}, **options["renamed"]}}
     device = device_of_held(target) if encoder is None else encoder.device
     how = {"options": options, "replace": replace}
     encode: Callable[..., str] = _tpde.encode_memory
     if device is not None:
-        if is_path(base):
+        if isinstance(before, str):
             raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
         encode, how = _encode_on(device, encoder, base_pair, how)
-    if base is not None:
-        base = path_of(base) if is_path(base) else describe_held(held(base), device)
+    if before is not None and not isinstance(before, str):
+        before = describe_held(before, device)
     described = describe_held(target, device)
     with progress_callback(progress, "encode") as callback:
-        text = encode(described, path_of(path), base=base, progress=callback, **how)
-    return report(EncodeReport, text)
+        text = encode(described, path_of(path), base=before, progress=callback, **how)
+    written = report(EncodeReport, text)
+    return replace_fields(written, tied=further, removed=[name for name in written.removed if name not in first])
+
+
+def _fitting(
+    target: Mapping[str, Any], base: Any, options: dict[str, Any], rank: Callable[[str], Any]
+) -> tuple[Mapping[str, Any], dict[str, list[str]]]:
+    """Tensors of a state dict under the names that the base has. See :func:`_tied.fitting`."""
+    if not groups(target):
+        return target, {}
+    if isinstance(base, str):
+        names = set(_tpde.tensor_names(base))
+    else:
+        names = set(base) if isinstance(base, Mapping) else {one.name for one in base}
+    return fitting(target, names | set(options["renamed"]), rank)
 
 
 def _encode_on(
@@ -143,6 +179,7 @@ def apply_(
     ``to_inform(tensors, written)`` returns the names of the tensors that share memory with those that are written. ``inform`` of these
     tensors returns a function, which is called when they have, or may have, been written.
     """
+    check_kinds(strict=strict)
     check_mode(mode)
     before, pair = _split_steps(pair, base, mode)
     check_scratch(scratch)
@@ -403,6 +440,7 @@ def _apply_steps(before: list[Any], on_device: Any, memories: Any, progress: Pro
 
 def check_mode(mode: Any) -> None:
     """Raises for an unknown mode."""
+    check_kinds(mode=mode)
     if mode not in ("all_checked", "chunk_by_chunk"):
         raise InvalidArgument(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
 

@@ -26,6 +26,7 @@ __version__: str
 # Path of a pair, and the pair digest that the caller expects.
 _PairName = tuple[_Path, bytes | None]
 
+def tensor_names(checkpoint: _Path) -> list[str]: ...
 def encode(
     target: _Path, path: _Path, *, base: _Path | None, options: dict[str, Any], replace: bool, progress: _Progress | None
 ) -> str: ...

@@ -19,14 +19,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _tpde
+from ._arguments import check_kinds
 from ._errors import InvalidArgument
 from ._memory import describe_all
 from ._parts import check_parts, rectangles
 from ._paths import StrPath, is_path, matching_names, options, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
+from ._state import saved_of
+from ._tied import fitting, groups, rank_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 if not hasattr(_tpde, "Store"):
     raise ImportError("tpde was built without its feature `store`")
@@ -159,7 +165,7 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
     counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
     for name, count in counts.items():
         _check_count(name, count)
-    return Store(location, _made=_tpde.Store.init(path_of(location), **counts))
+    return Store(location, _made=_tpde.Store.init(_location(location), **counts))
 
 
 class Store:
@@ -176,7 +182,7 @@ class Store:
     """
 
     def __init__(self, location: StrPath, *, _made: _tpde.Store | None = None) -> None:
-        self.location = path_of(location)
+        self.location = _location(location)
         self._opened = _tpde.Store.open(self.location) if _made is None else _made
         self._process = os.getpid()
 
@@ -195,7 +201,7 @@ class Store:
 
     def put(
         self,
-        checkpoint: StrPath | Mapping[str, Any],
+        checkpoint: StrPath | Mapping[str, Any] | nn.Module,
         *,
         branch: str = "main",
         parent: str | None = None,
@@ -215,8 +221,9 @@ class Store:
         """Store a checkpoint as the next version of a branch. It is uploaded while it is encoded.
 
         Args:
-            checkpoint: A ``.safetensors`` file; a folder, whose other files are stored too; or tensors by name, NumPy arrays or PyTorch
-                tensors on the CPU, which are read where they are.
+            checkpoint: A ``.safetensors`` file; a folder, whose other files are stored too; or a state dict or a module, with NumPy
+                arrays or PyTorch tensors on the CPU, which are read where they are. Tied weights are stored under those names that
+                the version before has, as by :func:`tpde.torch.save_file`.
             branch: The branch, which is created if it does not exist.
             parent: The version that a new branch begins at. By default a branch begins with a whole version.
             whole: Whether the version is stored without its parent.
@@ -231,6 +238,7 @@ class Store:
             ExternalVersion: The parent is not in the store, and not in ``have``.
             TooSlow, Unreachable, NoVersion, BadCheckpoint, InvalidArgument: As their names say. The branch is as it was.
         """
+        check_kinds(whole=whole)
         if whole and external is not None:
             raise InvalidArgument("whole and external exclude each other")
         arguments = _put_arguments(branch, parent, have, metadata, whole=whole, external=external)
@@ -245,10 +253,25 @@ class Store:
             derived=derived,
             split=split,
         )
-        source = path_of(checkpoint) if is_path(checkpoint) else describe_all(_tensors(checkpoint))  # type: ignore[arg-type]
+        source = path_of(checkpoint) if is_path(checkpoint) else describe_all(self._tensors(checkpoint, arguments, how))  # type: ignore[arg-type]
         with progress_callback(progress, "put") as callback:
             text = self._store.put(source, arguments=arguments, options=how, progress=callback)
         return report(Version, text)
+
+    def _tensors(self, checkpoint: Any, arguments: dict[str, Any], how: dict[str, Any]) -> Mapping[str, Any]:
+        """The tensors of a state dict or a module, under the names that the version before has."""
+        if not isinstance(checkpoint, Mapping) and not hasattr(checkpoint, "state_dict"):
+            raise InvalidArgument(f"a checkpoint is a {type(checkpoint).__name__}: expected a path, a dict of tensors or a module")
+        tensors = saved_of(checkpoint)
+        if not groups(tensors):
+            return tensors
+        heads = {head.branch: head.name for head in self.branches()}
+        parent = heads.get(arguments["branch"], arguments["parent"])
+        if parent is None:
+            return tensors
+        before = self._store.open_version(parent, parts={}, have=arguments["have"], cache=None).tensors()
+        names = {name for name, *_ in before} | set(how["renamed"])
+        return fitting(tensors, names, rank_of(checkpoint, tensors))[0]
 
     def put_pair(
         self,
@@ -305,6 +328,7 @@ class Store:
             InvalidArgument: A pattern matches no tensor, or a tensor has several rectangles, or one that is not within it.
             NoVersion, Unreachable, WrongBase: As their names say. There is no output then.
         """
+        check_kinds(parts=parts)
         check_parts({} if parts is None else parts)
         is_selection = tensors is not None or parts
         with progress_callback(progress, "get") as callback:
@@ -312,7 +336,7 @@ class Store:
                 _text(version, "version"),
                 path_of(path),
                 select=partial(_selection, tensors, parts or {}) if is_selection else None,
-                have=_have(have),
+                have=have_of(have),
                 cache=path_or_none(cache),
                 progress=callback,
             )
@@ -339,6 +363,8 @@ class Store:
 
     def since(self, start: int, branch: str = "main") -> list[Version]:
         """The versions of a branch from number ``start`` on, the oldest first; none if there is no such branch."""
+        if isinstance(start, bool) or not isinstance(start, int) or start >= 1 << 64:
+            raise InvalidArgument(f"start is {start!r}: expected the number of a version")
         return [report(Version, text) for text in self._store.since(_text(branch, "branch"), max(start, 0))]
 
     def branches(self) -> list[Version]:
@@ -386,7 +412,7 @@ class Store:
         how = _folded(codec, favor)
         names = _text(start, "version"), _text(end, "version")
         with progress_callback(progress, "fold") as callback:
-            return self._store.fold(*names, have=_have(have), options=how, progress=callback)
+            return self._store.fold(*names, have=have_of(have), options=how, progress=callback)
 
     def prune(
         self,
@@ -406,7 +432,7 @@ class Store:
             NoVersion, ExternalVersion, TooSlow: As their names say. All versions that were not pruned can still be read.
         """
         _check_count("keep_every", keep_every, least=1)
-        text = self._store.prune(_text(branch, "branch"), keep_every, have=_have(have), options=_folded(codec, favor))
+        text = self._store.prune(_text(branch, "branch"), keep_every, have=have_of(have), options=_folded(codec, favor))
         return report(PruneReport, text)
 
     def verify(self, branch: str | None = None, *, rebuild: bool = False) -> VerifyReport:
@@ -416,6 +442,7 @@ class Store:
         Raises:
             NoVersion: There is no such branch.
         """
+        check_kinds(rebuild=rebuild)
         text = self._store.verify(None if branch is None else _text(branch, "branch"), bool(rebuild))
         return report(VerifyReport, text)
 
@@ -437,6 +464,7 @@ class Store:
         The store is asked every ``interval`` seconds. A branch that does not exist yet is waited for. An error ends the iterator.
         """
         _text(branch, "branch")
+        check_kinds(interval=interval)
         while True:
             new = self.since(start, branch)
             for version in new:
@@ -466,20 +494,23 @@ def _check_count(name: str, count: Any, least: int = 0) -> None:
         raise InvalidArgument(f"{name} is {count!r}: expected a number of at least {least}")
 
 
+def _location(location: StrPath) -> str:
+    return _text(path_of(location), "location")
+
+
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"a {what} is a {type(value).__name__}: expected its name")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"a {what} is named {value!r}, which is not Unicode text: {error.reason}") from error
     return value
 
 
-def _tensors(checkpoint: Any) -> Mapping[str, Any]:
-    if not isinstance(checkpoint, Mapping):
-        raise InvalidArgument(f"a checkpoint is a {type(checkpoint).__name__}: expected a path or a dict of tensors")
-    return checkpoint
-
-
-def _have(have: Mapping[str, StrPath] | None) -> list[tuple[str, str | os.PathLike[str]]]:
-    return [(_text(version, "version"), path_of(path)) for version, path in (have or {}).items()]
+def have_of(have: Mapping[str, StrPath] | None) -> list[tuple[str, str | os.PathLike[str]]]:
+    check_kinds(have=have)
+    return [(_text(version, "version"), path_of(path)) for version, path in ({} if have is None else have).items()]
 
 
 def _put_arguments(
@@ -491,7 +522,8 @@ def _put_arguments(
     whole: bool = False,
     external: str | None = None,
 ) -> dict[str, Any]:
-    for key, value in (metadata or {}).items():
+    check_kinds(metadata=metadata, whole=whole)
+    for key, value in ({} if metadata is None else metadata).items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidArgument(f"metadata has {key!r}: {value!r}: expected texts")
     return {
@@ -499,8 +531,8 @@ def _put_arguments(
         "parent": None if parent is None else _text(parent, "version"),
         "whole": bool(whole),
         "external": None if external is None else _text(external, "hint"),
-        "have": _have(have),
-        "metadata": dict(metadata or {}),
+        "have": have_of(have),
+        "metadata": {} if metadata is None else dict(metadata),
     }
 
 

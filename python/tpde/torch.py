@@ -111,8 +111,11 @@ def save_file(
     """Write the difference of ``tensors`` from ``base`` as the pair ``path``.
 
     Tensors are read without a copy. They must be contiguous, of a dtype that safetensors knows, on the CPU or on one CUDA device.
-    They must not be written during the call. Tied weights are stored under each of their names. The pair holds tensors, not files:
-    :func:`tpde.apply` rebuilds one file with a new header.
+    They must not be written during the call. The pair holds tensors, not files: :func:`tpde.apply` rebuilds one file with a new header.
+
+    Tied weights have several names in a state dict, and one in the files of the model. They are stored under those names that the base
+    has, and ``tied`` of the report has the others. If the base is in memory and ties them, they are stored under each name, as
+    differences from the name that files have. Without a base, or if it has none of the names, they are stored under each name.
 
     On a device, the base must be there too. Kernels encode after the work that is queued on the current stream, and only the
     compressed bytes are copied to the host. :class:`Encoder` keeps memory for several pairs.
