@@ -109,7 +109,138 @@ def test_one_process(store: tpde.store.Store) -> None:
         assert found["nested"]["list"][1] == step / 7 and found["text"] == f"step {step}"
 
 
-def test_branches_are_checkpoint_ids_and_dtypes_are_converted(store: tpde.store.Store) -> None:
+def saved(store: tpde.store.Store, state: dict[str, object], **how: object) -> None:
+    dcp.save(state, storage_writer=tpde.dcp.StorageWriter(store, **how.pop("writer", {})), no_dist=True, **how)
+
+
+def loaded(store: tpde.store.Store, state: dict[str, object], *reader: str, **how: object) -> dict[str, object]:
+    dcp.load(state, storage_reader=tpde.dcp.StorageReader(store, *reader), no_dist=True, **how)
+    return state
+
+
+def test_each_checkpoint_id_is_a_version_of_one_branch(store: tpde.store.Store, tmp_path: Path) -> None:
+    weight = torch.randn(300, 300)
+    states = [weight + 1e-6 * step for step in range(4)]
+    ids = ["step-0", tmp_path / "step 1", "main@0", "tuned"]
+    for name, one in zip(ids, states):
+        saved(store, {"w": one}, checkpoint_id=name)
+    versions = list(reversed(store.log()))
+    assert [one.branch for one in store.branches()] == ["main"]
+    assert [one.content for one in versions] == ["whole", "difference", "difference", "difference"]
+    assert [one.metadata[tpde.dcp.ID] for one in versions] == list(map(str, ids))
+    for name, one in zip(ids, states):
+        assert torch.equal(loaded(store, {"w": torch.zeros(300, 300)}, checkpoint_id=name)["w"], one)
+    # An id that is used again is that of the newest version. An id of another branch is found too, and one's own comes first.
+    saved(store, {"w": weight + 7}, checkpoint_id="step-0")
+    saved(store, {"w": weight + 8}, checkpoint_id="step-0", writer={"branch": "other"})
+    saved(store, {"w": weight + 9}, checkpoint_id="only here", writer={"branch": "other"})
+    for how, more in ((["main"], 7), (["other"], 8), (["other@0"], 8)):
+        assert torch.equal(loaded(store, {"w": torch.zeros(300, 300)}, *how, checkpoint_id="step-0")["w"], weight + more)
+    assert torch.equal(loaded(store, {"w": torch.zeros(300, 300)}, checkpoint_id="only here")["w"], weight + 9)
+    # Without a version of this id, it is the name of a version or of a branch, as of older releases.
+    assert torch.equal(loaded(store, {"w": torch.zeros(300, 300)}, checkpoint_id="other")["w"], weight + 9)
+    assert torch.equal(loaded(store, {"w": torch.zeros(300, 300)}, checkpoint_id="main@1")["w"], states[1])
+    for name in ("step-9", "a b", ""):
+        with pytest.raises(dcp.api.CheckpointException, match="no version was saved with checkpoint_id"):
+            loaded(store, {"w": torch.zeros(300, 300)}, checkpoint_id=name)
+    # One writer for many checkpoints.
+    writer = tpde.dcp.StorageWriter(store, branch="again")
+    for name in ("a", "b", None):
+        dcp.save({"w": weight}, storage_writer=writer, no_dist=True, checkpoint_id=name)
+    assert [one.metadata.get(tpde.dcp.ID) for one in store.log("again")] == [None, "b", "a"]
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"e": torch.zeros(0, 4)}, {"e": torch.zeros(3, 0, dtype=torch.complex128), "f": torch.zeros(0)}]
+)
+def test_states_without_elements(state: dict, store: tpde.store.Store, tmp_path: Path) -> None:
+    for before in ({}, {"w": torch.ones(3)}):
+        if before:
+            saved(store, before)
+        saved(store, state)
+        found = loaded(store, {name: torch.ones_like(one) for name, one in state.items()})
+        assert {name: (one.dtype, one.shape) for name, one in found.items()} == {
+            n: (one.dtype, one.shape) for n, one in state.items()
+        }
+    saved(store, {"w": torch.ones(3)})
+    assert loaded(store, {"w": torch.zeros(3)})["w"].tolist() == [1, 1, 1]
+    assert store.verify(rebuild=True).faults == {}
+
+
+def unusual(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of all dtypes that PyTorch's own writer saves."""
+    made = {}
+    for name in sorted(dir(torch)):
+        dtype = getattr(torch, name)
+        if isinstance(dtype, torch.dtype) and not name.startswith(("q", "quint")):  # quantised ones are refused
+            raw = torch.arange(24 * dtype.itemsize, dtype=torch.uint8).view(4, -1)
+            try:
+                tensor = (raw % 2 == 0) if dtype == torch.bool else raw.view(dtype)
+                dcp.save({"w": tensor}, storage_writer=dcp.FileSystemWriter(folder / name), no_dist=True)
+            except (RuntimeError, TypeError, dcp.api.CheckpointException):
+                continue
+            made[str(dtype)] = tensor
+    return made
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_dtypes_that_safetensors_lacks(store: tpde.store.Store, tmp_path: Path) -> None:
+    state = unusual(tmp_path)
+    assert {"torch.complex128", "torch.float4_e2m1fn_x2"} <= state.keys()
+    for step in range(2):
+        state["torch.complex128"][step] += 1
+        saved(store, state)
+    assert store.log()[0].content == "difference"
+    found = {name: torch.empty_like(one) for name, one in state.items()}
+    loaded(store, found)
+    assert {name: bits(one) for name, one in found.items()} == {name: bits(one) for name, one in state.items()}
+    # Into another layout, another complex dtype, and of memory that is not contiguous.
+    odd = torch.randn(6, 8, dtype=torch.complex128)
+    saved(store, {"t": odd.T, "gaps": odd[:, 2:5], "conj": odd.conj(), "scalar": odd[0, 0], "neg": odd.conj().imag})
+    found = {
+        "t": torch.zeros(6, 8, dtype=torch.complex128).T,
+        "gaps": torch.zeros(6, 3, dtype=torch.complex64),
+        "conj": torch.zeros(6, 8, dtype=torch.complex128),
+        "scalar": torch.zeros((), dtype=torch.complex128),
+        "neg": torch.zeros(6, 8, dtype=torch.float64),
+    }
+    loaded(store, found)
+    assert torch.equal(found["t"], odd.T) and torch.equal(found["gaps"], odd[:, 2:5].to(torch.complex64))
+    assert torch.equal(found["conj"], odd.conj()) and torch.equal(found["scalar"], odd[0, 0])
+    assert torch.equal(found["neg"], odd.conj().imag)
+
+
+def test_names_and_values(store: tpde.store.Store, tmp_path: Path) -> None:
+    for state in ({"": 5}, {"": torch.ones(3)}, {"a": {"": 3}, "b": None}, {"a": "x" * 70000, "é\n": "y"}):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "files"), no_dist=True)
+        saved(store, state)
+        empty = {name: torch.zeros_like(one) if isinstance(one, torch.Tensor) else None for name, one in state.items()}
+        if state.get("a", None).__class__ is dict:
+            empty = {"a": {"": 0}, "b": 1}
+        found = loaded(store, empty)
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[n], one) if isinstance(one, torch.Tensor) else found[n] == one for n, one in state.items())
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)])
+def test_tensors_that_cannot_be_saved_are_refused_by_name(odd: torch.Tensor, store: tpde.store.Store) -> None:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        saved(store, {"odd": odd})
+    (error,) = [one[0] for one in caught.value.failures.values()]
+    assert isinstance(error, tpde.InvalidArgument) and "'odd'" in str(error)
+    assert store.branches() == []
+
+
+@pytest.mark.parametrize("kind", [tpde.dcp.StorageWriter, tpde.dcp.StorageReader])
+def test_a_path_is_no_store(kind: type, tmp_path: Path) -> None:
+    with pytest.raises(tpde.InvalidArgument, match="the store is a str: expected a tpde.store.Store"):
+        kind(str(tmp_path))
+
+
+def test_checkpoint_ids_and_dtypes_that_are_converted(store: tpde.store.Store) -> None:
     dcp.save({"w": torch.arange(9.0)}, checkpoint_id="tuned", storage_writer=tpde.dcp.StorageWriter(store), no_dist=True)
     found = {"w": torch.zeros(9, dtype=torch.bfloat16)}
     dcp.load(found, checkpoint_id="tuned", storage_reader=tpde.dcp.StorageReader(store), no_dist=True)
@@ -125,7 +256,14 @@ def test_a_version_that_was_not_saved_by_pytorch_can_be_loaded(store: tpde.store
 
 @pytest.mark.parametrize(
     "kept",
-    ["", "[]", "{}", '{"bytes": [], "empty": {"a": ["load", [0]]}, "paths": {}}', '{"bytes": [3], "empty": {}, "paths": {}}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"bytes": [], "empty": {"a": ["load", [0]]}, "paths": {}}',
+        '{"bytes": [3], "empty": {}, "paths": {}}',
+        '{"bytes": [], "empty": {}, "paths": {}, "views": {"w": "complex128"}}',
+    ],
 )
 def test_metadata_of_strangers_is_refused(kept: str, store: tpde.store.Store) -> None:
     store.put({"w": torch.arange(6.0)}, metadata={tpde.dcp.KEY: kept})

@@ -26,11 +26,16 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES.get(name, torch.uint8)
 
 
+def has_name(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype can be in a checkpoint."""
+    return dtype in _NAMES
+
+
 def check_device(device: Any) -> torch.device:
     """The device, if its tensors can be read and written. A CUDA device without an index gets one."""
     try:
         parsed: torch.device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise DeviceUnavailable(f"no device {device!r}: {error}", device=str(device)) from error
     if parsed.type == "cpu":
         return parsed
@@ -157,7 +162,7 @@ def storages_of(values: list[Any]) -> list[int | None]:
     if _PLAIN.issuperset(map(type, values)) and {torch.strided}.issuperset(map(_layouts, values)):
         try:
             return [address or None for address in map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, values))]
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, ValueError):
             pass
     return list(map(_storage, values))
 
@@ -167,7 +172,7 @@ def _storage(tensor: Any) -> int | None:
         return None
     try:
         return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):  # sparse, or no memory of its own
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, not initialized, or no memory of its own
         return None
 
 

@@ -13,7 +13,11 @@ encoded, and read into a copy.
 
 A version is an ordinary one: :meth:`tpde.store.Store.get` writes its tensors as one safetensors file, under the names that PyTorch gives
 them, such as ``model.layers.0.weight`` and ``optimizer.state.0.exp_avg``. Values that are not tensors are stored as bytes, as PyTorch
-pickles them; loading them runs ``torch.load`` as for every checkpoint of PyTorch, so load only what you trust.
+pickles them; loading them runs ``torch.load`` as for every checkpoint of PyTorch, so load only what you trust. A tensor of a dtype that
+safetensors lacks, such as complex128, has a further dim with the real and the imaginary part, or with the bytes of an element.
+
+A ``checkpoint_id`` names a version: ``dcp.save(state, checkpoint_id="step-100", storage_writer=tpde.dcp.StorageWriter(store))`` stores
+the next version of the branch, and ``dcp.load`` finds it by this id. The metadata of the version have it under the key :data:`ID`.
 """
 
 from __future__ import annotations
@@ -47,20 +51,28 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
 from ._entry import Entry
-from ._errors import BadManifest, InvalidArgument, NotContiguous
+from ._errors import BadManifest, InvalidArgument, NotContiguous, NoVersion
+from ._memory import describe
 from ._merge import merge
-from ._paths import StrPath, options
+from ._paths import StrPath, options, path_or_none
+from ._scratch import scratch
 from ._slices import Slice, describe_saved, describe_slices
-from ._torch_memory import dtype_of
-from .store import Store, Version
+from ._torch_memory import dtype_of, has_name
+from .store import Store, Version, have_of
 
 __all__ = ["StorageReader", "StorageWriter"]
 
 #: The key of what a version keeps of DCP's metadata, among the metadata of the version.
 KEY = "torch.distributed.checkpoint"
+#: The key of the ``checkpoint_id`` with which a version was saved, among its metadata.
+ID = KEY + ".checkpoint_id"
+
+#: The name in a store of what has the name ``""``, which the format lacks.
+_NO_NAME = KEY + ".empty_name"
 
 #: Endings of the names of tensors from which the base of a tensor may be formed, besides the one of its name: FP8 and MXFP4.
 _SOURCES = ("_scale_inv", "_blocks", "_scales")
@@ -76,12 +88,34 @@ class _Step:
     is_alone: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What the coordinator tells all ranks that read."""
+
+    version: str
+    #: Dtypes that PyTorch has and safetensors lacks, and the size of the dim that a tensor has more in the store, by name.
+    views: dict[str, tuple[str, int]]
+
+
+def _text_of(checkpoint_id: Any) -> str | None:
+    return None if checkpoint_id is None else os.fsdecode(checkpoint_id)
+
+
+def _checked_store(store: Any) -> Store:
+    if not isinstance(store, Store):
+        raise InvalidArgument(
+            f"the store is a {type(store).__name__}: expected a tpde.store.Store, as tpde.store.Store(path) opens it"
+        )
+    return store
+
+
 class StorageWriter(_storage.StorageWriter):
     """Saves state dicts as versions of a branch, for ``dcp.save(storage_writer=...)``.
 
     Args:
         store: The store. All ranks can reach it.
-        branch: The branch. It is created if it does not exist. A ``checkpoint_id`` of ``dcp.save`` is the branch.
+        branch: The branch. It is created if it does not exist. A ``checkpoint_id`` of ``dcp.save`` is kept with the version, which
+            :class:`StorageReader` finds by it.
         metadata: The caller's own values, kept with the next version.
         codec, favor, chunk_lanes, derived: As for :func:`tpde.encode`.
 
@@ -101,7 +135,10 @@ class StorageWriter(_storage.StorageWriter):
         derived: bool = True,
     ) -> None:
         super().__init__()
-        self.store, self.branch, self.metadata = store, branch, metadata
+        self.store, self.branch, self.metadata = _checked_store(store), branch, metadata
+        #: The ``checkpoint_id`` of the next call, and of this one. A call without an id does not reset the writer.
+        self._next_id: str | None = None
+        self._id: str | None = None
         #: The version that was saved last, on the coordinator.
         self.version: Version | None = None
         self._options = options(
@@ -119,10 +156,10 @@ class StorageWriter(_storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, str)
+        return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.branch = self.branch if checkpoint_id is None else str(checkpoint_id)
+        self._next_id = _text_of(checkpoint_id)
         self._clean()
 
     def _clean(self) -> None:
@@ -133,6 +170,7 @@ class StorageWriter(_storage.StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         if not kwargs.get("use_collectives", True):
             raise InvalidArgument("use_collectives is False: ranks save one version together")
+        self._id, self._next_id = self._next_id, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -150,7 +188,7 @@ class StorageWriter(_storage.StorageWriter):
             one = _to_save(item, planner)
             results.append(_storage.WriteResult(item.index, one.tensor.numel() * one.tensor.element_size(), None))
             slices.append(one)
-        self._work = tempfile.TemporaryDirectory(prefix="tpde-dcp-")
+        self._work = tempfile.TemporaryDirectory(dir=scratch())
         pair = Path(self._work.name) / "shards"
         described = describe_saved(slices)
         if described:
@@ -177,13 +215,17 @@ class StorageWriter(_storage.StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[_storage.WriteResult]]) -> None:
         stored = [one.storage_data for rank in results for one in rank if one.storage_data is not None]
-        work = tempfile.TemporaryDirectory(prefix="tpde-dcp-") if self._work is None else self._work
+        work = tempfile.TemporaryDirectory(dir=scratch()) if self._work is None else self._work
         with work as folder:
             pairs = [self.store._store.download_pair(one, folder) for one in stored] or [Path(folder) / "shards"]
+            if not Path(f"{pairs[0]}.tpde-index").exists():  # no rank has elements
+                _tpde.encode_memory([], pairs[0], base=None, options=self._options, replace=False, progress=None)
             if len(pairs) > 1:
                 merge(pairs, Path(folder) / "merged", files=False, payload_digests=True)
             pair = Path(folder) / "merged" if len(pairs) > 1 else pairs[0]
             values = {**(self.metadata or {}), KEY: json.dumps(_kept(metadata))}
+            if self._id is not None:
+                values[ID] = self._id
             self.version = self.store.put_pair(pair, branch=self.branch, parent=self._parent, metadata=values)
         self._work = None
 
@@ -201,28 +243,67 @@ def _add_sources(parts: dict[str, list[tuple[list[int], list[int]]]], tensors: l
 
 def _to_save(item: WriteItem, planner: SavePlanner) -> Slice:
     """A shard in memory, or a value as bytes."""
-    name, data = item.index.fqn, planner.resolve_data(item)
+    name, data = _stored(item.index.fqn), planner.resolve_data(item)
+    if item.index.fqn == _NO_NAME:
+        raise InvalidArgument(f"a tensor is named {_NO_NAME!r}, which stands for an empty name")
     if item.type == WriteItemType.BYTE_IO:
         assert isinstance(data, io.BytesIO)
-        raw = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
+        raw = torch.tensor(data.getbuffer(), dtype=torch.uint8)
         return Slice(name, ..., raw, raw.shape)
     assert isinstance(data, torch.Tensor) and item.tensor_data is not None
     tensor = data.detach()
+    if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor) or tensor.is_meta:
+        describe(item.index.fqn, tensor)  # raises
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     chunk = item.tensor_data.chunk
     index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
-    one = Slice(name, index, tensor.reshape(tuple(chunk.sizes)), item.tensor_data.size)
+    one = _viewed(Slice(name, index, tensor.reshape(tuple(chunk.sizes)), item.tensor_data.size))
     try:
         describe_saved([one])
     except NotContiguous:
-        one = dataclasses.replace(one, tensor=tensor.contiguous())
+        one = dataclasses.replace(one, tensor=one.tensor.contiguous())
     return one
+
+
+def _stored(name: str) -> str:
+    return name or _NO_NAME
+
+
+def _view_of(dtype: torch.dtype) -> tuple[torch.dtype, int] | None:
+    """How a tensor of a dtype that safetensors lacks, or that has two elements per byte, is stored: with a further dim of this many
+    elements of another dtype. ``None`` for other dtypes."""
+    if has_name(dtype) and dtype != getattr(torch, "float4_e2m1fn_x2", None):
+        return None
+    real = {torch.complex128: torch.float64, torch.complex32: torch.float16}.get(dtype)
+    return (torch.uint8, dtype.itemsize) if real is None else (real, 2)
+
+
+def _viewed(one: Slice) -> Slice:
+    """The slice as it is stored."""
+    view = _view_of(one.tensor.dtype)
+    if view is None or one.tensor.layout != torch.strided or one.tensor.is_quantized:
+        return one
+    dtype, size = view
+    try:
+        tensor = one.tensor.unsqueeze(-1).view(dtype)
+    except RuntimeError as error:
+        reason = f"tensor {one.name!r} of {one.tensor.dtype} cannot be read as {dtype}: {error}"
+        raise InvalidArgument(reason) from error
+    shape = None if one.shape is None else (*one.shape, size)
+    return Slice(one.name, (*one.index, slice(0, size)), tensor, shape)
 
 
 def _kept(metadata: Metadata) -> dict[str, Any]:
     """What a version keeps of DCP's metadata. The pair has names, dtypes and shapes of tensors with elements."""
     entries = metadata.state_dict_metadata.items()
+    views = {
+        name: str(entry.properties.dtype).removeprefix("torch.")
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata) and 0 not in entry.size and _view_of(entry.properties.dtype) is not None
+    }
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     return {
         "bytes": sorted(name for name, entry in entries if isinstance(entry, BytesStorageMetadata)),
@@ -232,6 +313,7 @@ def _kept(metadata: Metadata) -> dict[str, Any]:
             if isinstance(entry, TensorStorageMetadata) and 0 in entry.size
         },
         "paths": {name: list(path) for name, path in planned.items() if _is_path(path)},
+        **({"views": views} if views else {}),
     }
 
 
@@ -245,9 +327,10 @@ class StorageReader(_storage.StorageReader):
 
     Args:
         store: The store. All ranks can reach it.
-        version: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest version, which the coordinator looks up for all ranks. A
-            ``checkpoint_id`` of ``dcp.load`` is the version. It was saved by :class:`StorageWriter`, or is any other version, whose
-            tensors have the names that the state dict asks for.
+        version: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest version, which the coordinator looks up for all ranks. It was saved
+            by :class:`StorageWriter`, or is any other version, whose tensors have the names that the state dict asks for. A
+            ``checkpoint_id`` of ``dcp.load`` is the id with which a version of this branch, or of another one, was saved; of several,
+            the newest one is loaded. If there is none, it is the name of a version.
         have: Checkpoints that are here, by version, as for :meth:`tpde.store.Store.get`.
         cache: Folder in which the pairs that were read stay for later calls. Ranks do not share it.
     """
@@ -256,30 +339,57 @@ class StorageReader(_storage.StorageReader):
         self, store: Store, version: str = "main", *, have: Mapping[str, StrPath] | None = None, cache: StrPath | None = None
     ) -> None:
         super().__init__()
-        self.store, self.version = store, version
-        self._have: list[tuple[str, str | os.PathLike[str]]] = [(name, os.fsdecode(path)) for name, path in (have or {}).items()]
-        self._cache = None if cache is None else os.fsdecode(cache)
+        self.store, self.version = _checked_store(store), version
+        self._id: str | None = None
+        self._have = have_of(have)
+        self._cache = path_or_none(cache)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, str)
+        return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.version = self.version if checkpoint_id is None else str(checkpoint_id)
+        self._id = _text_of(checkpoint_id)
+
+    def _wanted(self) -> Version:
+        """The version to load."""
+        if self._id is None:
+            return self.store.version(self.version)
+        own = self.version.partition("@")[0]
+        heads = [head.branch for head in self.store.branches()]
+        for branch in sorted(heads, key=lambda name: (name != own, name)):
+            for version in self.store.log(branch):
+                if version.branch == branch and version.metadata.get(ID) == self._id:
+                    return version
+        try:
+            return self.store.version(self._id)
+        except (NoVersion, InvalidArgument) as error:
+            message = f"no version was saved with checkpoint_id {self._id!r}, and none has this name"
+            raise NoVersion(message, version=self._id) from error
 
     def _open(self, version: str, parts: dict[str, list[tuple[list[int], list[int]]]]) -> _tpde.OpenVersion:
         return self.store._store.open_version(version, parts=parts, have=self._have, cache=self._cache)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found = self.store.version(self.version)
-        self._found = found.name
+        found = self._wanted()
         kept = _checked(found)
+        views = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: _described(getattr(torch, dtype), size) for name, (dtype, size) in kept["empty"].items()
         }
-        for name, dtype, shape in self._open(found.name, {}).tensors():
-            is_bytes = name in kept["bytes"]
-            entries[name] = BytesStorageMetadata() if is_bytes else _described(dtype_of(dtype), shape)
+        entries |= {name: BytesStorageMetadata() for name in kept["bytes"]}
+        for stored, dtype, shape in self._open(found.name, {}).tensors():
+            name = "" if stored == _NO_NAME else stored
+            if name not in kept["bytes"]:
+                own, dims = dtype_of(dtype), [*shape]
+                if name in kept.get("views", {}):
+                    original = getattr(torch, kept["views"][name])
+                    if not dims or _view_of(original) != (own, dims[-1]):
+                        raise BadManifest(f"{found.name}: {name!r} is no {original}, as metadata {KEY!r} has it", object=found.name)
+                    views[name] = kept["views"][name], dims[-1]
+                    own, dims = original, dims[:-1]
+                entries[name] = _described(own, dims)
+        self._found = _Found(found.name, views)
         return Metadata(entries, planner_data={name: tuple(path) for name, path in kept["paths"].items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
@@ -292,36 +402,43 @@ class StorageReader(_storage.StorageReader):
         return [dataclasses.replace(plan, storage_data=self._found) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        found: _Found = plan.storage_data
         parts: dict[str, list[tuple[list[int], list[int]]]] = {}
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         for item in plan.items:
-            parts.setdefault(item.storage_index.fqn, [])
-            if item.type != LoadItemType.BYTE_IO:
-                parts[item.storage_index.fqn].append(([*item.storage_offsets], [*item.lengths]))
-        sizes = {name: shape for name, _, shape in self._open(plan.storage_data, {}).tensors() if name in parts} if values else {}
-        for item in values:
             name = item.storage_index.fqn
-            parts[name] = [([0], [*sizes[name]])]
-        version = self._open(plan.storage_data, parts)
+            parts.setdefault(_stored(name), [])
+            if item.type != LoadItemType.BYTE_IO:
+                further = [found.views[name][1]] if name in found.views else []
+                parts[_stored(name)].append(([*item.storage_offsets, *(0 for _ in further)], [*item.lengths, *further]))
+        sizes = {name: shape for name, _, shape in self._open(found.version, {}).tensors() if name in parts} if values else {}
+        for item in values:
+            name = _stored(item.storage_index.fqn)
+            parts[name] = [([0], [*sizes.get(name, [0])])]
+        version = self._open(found.version, {name: some for name, some in parts.items() if some != [([0], [0])]})
         entries = {
             name: Entry(name, dtype, shape, "same", name, changes=True, bases=[]) for name, dtype, shape in version.tensors()
         }
         slices, buffers, copies = [], [], []
         taken: dict[int, list[tuple[int, int]]] = {}
         for item in values:
-            raw = torch.empty(tuple(entries[item.storage_index.fqn].shape), dtype=torch.uint8)
+            raw = torch.empty(tuple(sizes.get(_stored(item.storage_index.fqn), [0])), dtype=torch.uint8)
             buffers.append((item, raw))
-            slices.append(Slice(item.storage_index.fqn, ..., raw))
+            if raw.numel():
+                slices.append(Slice(_stored(item.storage_index.fqn), ..., raw))
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
-            name, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+            name, target = _stored(item.storage_index.fqn), planner.resolve_tensor(item).detach()
             index = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
-            one = Slice(name, index, target)
-            if not _fits(one, entries, taken):
-                one = Slice(name, index, torch.empty(tuple(target.shape), dtype=dtype_of(entries[name].dtype)))
-            slices.append(one)
-            copies.append((item, target, one.tensor))
+            view = found.views.get(item.storage_index.fqn)
+            own = dtype_of(entries[name].dtype) if view is None else getattr(torch, view[0])
+            if target.dtype != own or not _fits(_viewed(Slice(name, index, target)), entries, taken):
+                source = torch.empty(tuple(target.shape), dtype=own)
+            else:
+                source = target
+            slices.append(_viewed(Slice(name, index, source)))
+            copies.append((item, target, source))
         version.read_slices(describe_slices(slices, entries, writable=True), progress=None)
         for item, raw in buffers:
             planner.load_bytes(item, io.BytesIO(raw.numpy().tobytes()))
@@ -364,7 +481,8 @@ def _checked(version: Version) -> dict[str, Any]:
         return {"bytes": [], "empty": {}, "paths": {}}
     try:
         kept = json.loads(version.metadata[KEY])
-        is_right = all(isinstance(name, str) for name in kept["bytes"]) and set(kept) == {"bytes", "empty", "paths"}
+        is_right = all(isinstance(name, str) for name in kept["bytes"]) and set(kept) - {"views"} == {"bytes", "empty", "paths"}
+        is_right &= all(isinstance(getattr(torch, dtype), torch.dtype) for dtype in kept.get("views", {}).values())
         for dtype, size in kept["empty"].values():
             is_right &= isinstance(getattr(torch, dtype), torch.dtype) and 0 in size and all(type(one) is int for one in size)
         for path in kept["paths"].values():
