@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import _tpde
+from ._arguments import check_kinds
 from ._errors import InvalidArgument
 from ._paths import Digest, EncodeReport, StrPath, options, pair_names, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
@@ -54,6 +55,7 @@ def fold(
         DeviceUnavailable, DeviceFailed: There is no such device, it fails, or its memory does not suffice.
         Invalid, Limit, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
+    check_kinds(device=device)
     if device not in (None, "cpu") and codec is None and layout is None:
         codec = "device"
     how = options(

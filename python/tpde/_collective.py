@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ._errors import BadCheckpoint, Disconnected, InvalidArgument
+from ._torch_memory import check_device
 
 
 class Collective(Protocol):
@@ -25,6 +26,12 @@ class Collective(Protocol):
         """Fills ``buffers`` of all ranks, of shape ``[size, n]``, with the U8 buffers ``own`` of all ranks."""
 
 
+def check_collective(value: Any) -> None:
+    """Raises for what is no :class:`Collective`."""
+    if not all(hasattr(value, name) for name in ("rank", "size", "device", "broadcast", "all_gather")):
+        raise InvalidArgument(f"the group is a {type(value).__name__}: expected a TorchGroup or a Communicator")
+
+
 class TorchGroup:
     """A group of ``torch.distributed``, with the backend gloo or nccl.
 
@@ -36,9 +43,14 @@ class TorchGroup:
     def __init__(self, group: Any = None, device: str | torch.device = "cpu") -> None:
         from torch import distributed
 
-        self._distributed, self._group, self.device = distributed, group, torch.device(device)
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._source = 0 if group is None else distributed.get_global_rank(group, 0)
+        self._distributed, self._group, self.device = distributed, group, check_device(device)
+        if group is not None and not isinstance(group, distributed.ProcessGroup):
+            raise InvalidArgument(f"the group is a {type(group).__name__}: expected one of torch.distributed")
+        try:
+            self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+            self._source = 0 if group is None else distributed.get_global_rank(group, 0)
+        except (RuntimeError, ValueError) as error:
+            raise InvalidArgument(f"torch.distributed has no such group: {error}") from error
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """As :class:`Collective` has it."""

@@ -8,6 +8,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from ._errors import InvalidArgument
+from ._paths import check_name
 from ._slices import Slice
 
 #: Rectangles of tensors, by name: first index and index behind the last one, per dim.
@@ -25,9 +26,31 @@ def cut(tensors: Mapping[str, Any], rectangles: Iterable[Rectangles]) -> list[Sl
     Raises:
         InvalidArgument: A rectangle is of no tensor, or not within it.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = grid(shapes, rectangles)
-    return [Slice(name, index, tensors[name][index], shapes[name]) for name, indices in found.items() for index in indices]
+    if not isinstance(tensors, Mapping):
+        raise InvalidArgument(f"tensors is a {type(tensors).__name__}: expected a dict of tensors")
+    shapes = {}
+    for name, tensor in tensors.items():
+        try:
+            shapes[check_name(name)] = tuple(tensor.shape)
+        except (AttributeError, RuntimeError) as error:
+            raise InvalidArgument(f"tensor {name!r} is a {type(tensor).__name__}: expected one with a shape ({error})") from error
+    try:
+        found = grid(shapes, rectangles)
+    except InvalidArgument:
+        raise
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        message = f"rectangles is a {type(rectangles).__name__}: expected several results of Map.rectangles ({error})"
+        raise InvalidArgument(message) from error
+    return [
+        Slice(name, index, _part(name, tensors[name], index), shapes[name]) for name, indices in found.items() for index in indices
+    ]
+
+
+def _part(name: str, tensor: Any, index: Any) -> Any:
+    try:
+        return tensor[index]
+    except (RuntimeError, NotImplementedError) as error:
+        raise InvalidArgument(f"tensor {name!r} is a {type(tensor).__name__} that cannot be cut: {error}") from error
 
 
 def grid(shapes: Mapping[str, tuple[int, ...]], rectangles: Iterable[Rectangles]) -> dict[str, list[Any]]:

@@ -313,6 +313,7 @@ class DevicePair:
         expect: Digest | None = None,
         progress: Progress = None,
     ) -> None:
+        check_kinds(payloads=payloads)
         if payloads not in ("file", "pinned", "device"):
             raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'file', 'pinned' or 'device'")
         self._open(pair, open_pair(pair, expect=expect), device, payloads, progress)

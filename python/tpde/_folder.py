@@ -24,6 +24,7 @@ from uuid import uuid4
 
 from ._cuts import Rectangles
 from ._errors import BadCheckpoint, InvalidArgument, NotFound, UnknownVersion, asked
+from ._paths import path_of
 from ._records import check_answer, check_layout, check_record, check_subscriber, check_within, indices_of, plain_of
 from ._version import Version
 
@@ -48,7 +49,7 @@ class Folder:
     owes_answer = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path_of(path))
         for name in ("versions", "pairs", "layouts", "subscribers", "answers"):
             with asked("create", self.path / name):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -126,6 +127,8 @@ class Folder:
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidArgument(f"a subscriber is named {name!r}: expected letters, digits, - and _")
+        if not isinstance(rectangles, Mapping):
+            raise InvalidArgument(f"rectangles is a {type(rectangles).__name__}: expected those of Map.rectangles")
         version, plain = self.admit(version, rectangles), plain_of(rectangles)
         layout = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
         self._write(self.path / "layouts" / f"{layout}.json", plain)
@@ -166,6 +169,8 @@ class Folder:
 
     def drop(self, name: str) -> None:
         """Removes a subscriber. The publisher does not wait for it any more."""
+        if not isinstance(name, str):
+            raise InvalidArgument(f"a subscriber is named {name!r}: expected a text")
         for path in self._listed("subscribers"):
             if path.stem.partition(".")[0] == name:
                 with asked("delete", path):

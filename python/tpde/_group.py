@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ._collective import Collective, Messages
+from ._arguments import check_kinds
+from ._collective import Collective, Messages, check_collective
 from ._cuts import Rectangles
 from ._errors import BadCheckpoint, InvalidArgument, OtherTensors, UnknownVersion, asked
 from ._folder import Folder
@@ -50,6 +51,8 @@ class Group(Folder):
     is_live = True
 
     def __init__(self, collective: Collective, path: str | os.PathLike[str] | None = None, *, history: int = 4) -> None:
+        check_kinds(history=history)
+        check_collective(collective)
         if collective.size < 2:
             raise InvalidArgument(f"the group has {collective.size} rank: expected a publisher and at least one subscriber")
         self._temporary = tempfile.TemporaryDirectory(dir=scratch()) if path is None else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _tpde
+from ._arguments import check_kinds
 from ._errors import InvalidArgument
 from ._parts import check_parts, rectangles
 from ._paths import Digest, StrPath, digest_of, inspect, is_path, matching, path_of, report
@@ -134,6 +135,7 @@ def subset(
         AlreadyExists, Limit, SystemRefused: As their names say. Nothing is written then.
     """
     pair, path, digest = path_of(pair), path_of(path), digest_of(expect)
+    check_kinds(parts=parts)
     if tensors is None and not parts:
         raise InvalidArgument("neither tensors nor parts: expected what the new pair has")
     wanted = set() if tensors is None else matching(pair, digest, tensors)

@@ -57,7 +57,8 @@ def check_record(record: Any) -> None:
             for one in stored["pairs"]:
                 _expect(one["pair"], str), _expect(one["digest"], str)
     for dtype, shape in (record.get("tensors") or {}).values():
-        _expect(dtype, str), _check_numbers(shape)
+        _expect(dtype, str)
+        _check_numbers(shape)
 
 
 def check_subscriber(record: Any) -> None:
@@ -84,7 +85,8 @@ def check_layout(plain: Any) -> None:
 
 
 def _check_numbers(values: Any) -> None:
-    for one in _expect(values, list):
+    _expect(values, list)
+    for one in values:
         if _expect(one, int) < 0:
             raise ValueError(f"it has the number {one}")
 

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import torch
 
-from ._collective import Messages
+from ._collective import Messages, check_collective
 from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
-from ._errors import InvalidArgument, RankFailed
+from ._errors import InvalidArgument, NotContiguous, RankFailed
 from ._index import rectangle
 from ._records import Tensors
+from ._memory import describe
+from ._paths import check_name
 from ._slices import Slice
+from ._torch_memory import check_device, has_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,9 +55,15 @@ class Source:
         device: str | torch.device = "cpu",
         group: Any = None,
     ) -> None:
+        if not hasattr(tensors, "state_dict") and not callable(tensors):
+            raise InvalidArgument(f"the source is a {type(tensors).__name__}: expected a module, or a function that returns a dict")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"dtype is a {type(dtype).__name__}: expected one of PyTorch")
         self._tensors, self._dtype = tensors, dtype
         #: Where copies are, and are encoded.
-        self.device = torch.device(device)
+        self.device = check_device(device)
+        if group is not None:
+            check_collective(group)
         self._messages = None if group is None else Messages(group)
         #: Whether each rank passes what it holds.
         self.is_sharded = self._messages is not None
@@ -78,8 +87,35 @@ class Source:
         return self._of_ranks()
 
     def _state(self) -> State:
-        state: State = self._tensors.state_dict() if hasattr(self._tensors, "state_dict") else self._tensors()
-        return state
+        state: Any = self._tensors.state_dict() if hasattr(self._tensors, "state_dict") else self._tensors()
+        if isinstance(state, Mapping):
+            for name, tensor in state.items():
+                self._check(check_name(name), tensor)
+            return state
+        if isinstance(state, (str, bytes)) or not isinstance(state, Iterable):
+            raise InvalidArgument(f"the source returned a {type(state).__name__}: expected a dict of tensors, or slices")
+        slices = list(state)
+        for one in slices:
+            if not isinstance(one, Slice):
+                raise InvalidArgument(f"the source returned a {type(one).__name__}: expected a tpde.Slice")
+            self._check(check_name(one.name), one.tensor)
+        return slices
+
+    def _check(self, name: str, tensor: Any) -> None:
+        """Raises if a tensor cannot be copied, or its dtype cannot be in a pair."""
+        if not isinstance(tensor, torch.Tensor):
+            why = (
+                ", which a state dict may have beside tensors: pass a function that leaves it out" if "_extra_state" in name else ""
+            )
+            raise InvalidArgument(f"tensor {name!r} is a {type(tensor).__name__}: expected a PyTorch tensor{why}")
+        if hasattr(tensor, "placements"):
+            return
+        try:
+            describe(name, tensor, device=tensor.device)
+        except NotContiguous:
+            pass
+        if not has_name(self._cast(tensor)):
+            raise InvalidArgument(f"tensor {name!r} has dtype {self._cast(tensor)}, which cannot be in a pair")
 
     def _of_ranks(self) -> Snapshot:
         """A function of the trainer, and each copy, may fail on one rank only. So ranks go on after all have done a step."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import _errors
+from ._arguments import check_kinds, check_needed
 from ._catch_up import CatchUp
 from ._checker import Checker
 from ._device import SideStream
@@ -56,6 +57,8 @@ class Subscriber:
         reload: Loader | None = None,
         scratch: int | None = None,
     ) -> None:
+        check_needed(weights=weights, channel=channel)
+        check_kinds(kept=kept, reload=reload)
         check_scratch(scratch)
         self._weights, self._channel, self._name = weights, channel, name
         self._kept, self._reload, self._scratch = kept, reload, scratch
@@ -134,6 +137,7 @@ class Subscriber:
         Raises:
             TpdeError: As for :meth:`update`.
         """
+        check_kinds(answer=answer)
         with self._alone():
             try:
                 return self._commit()

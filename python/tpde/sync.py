@@ -35,6 +35,7 @@ from uuid import uuid4
 import torch
 
 from . import _errors
+from ._arguments import check_kinds
 from ._collective import Collective, Communicator, TorchGroup
 from ._cuts import Bucket, buckets
 from ._folder import Folder
@@ -91,6 +92,9 @@ class Publisher:
         timeout: float = 60.0,
         bucket: int = 1 << 27,
     ) -> None:
+        check_kinds(channel=channel, timeout=timeout, bucket=bucket, favor=favor)
+        if favor is not None and favor not in ("ratio", "speed"):
+            raise _errors.InvalidArgument(f"favor is {favor!r}: expected 'ratio' or 'speed'")
         if isinstance(source, Source) and dtype is not None:
             raise _errors.InvalidArgument("dtype is passed twice: expected that of the source only")
         self._source = source if isinstance(source, Source) else Source(source, dtype=dtype)
@@ -148,6 +152,7 @@ class Publisher:
             InvalidArgument: Another publisher uses the channel.
             Disconnected: A rank of the group has ended.
         """
+        check_kinds(copied=copied)
         clock = Clock()
         self._failure = None
         plan = self._agreed(self._plan)
@@ -344,6 +349,7 @@ class Publisher:
             NotAcknowledged: A subscriber failed, or did not answer in time.
             Disconnected: A rank of the group has ended.
         """
+        check_kinds(timeout=timeout)
         return [] if self._channel is None else self._wait(self._timeout if timeout is None else timeout, fresh=False)
 
     def _wait(self, timeout: float, *, fresh: bool) -> list[str]:
