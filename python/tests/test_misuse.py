@@ -431,7 +431,7 @@ def test_own_errors_of_functions_of_the_caller_are_passed_on(calls: Calls) -> No
 
 def test_a_state_dict_of_dcp(calls: Calls) -> None:
     for name, value in odd_tensors().items():
-        if name in ("lazy", "nested"):
+        if name in ("lazy", "nested", "csr"):  # refused by PyTorch
             continue
         try:
             dcp.save(

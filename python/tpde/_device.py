@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union
 import torch
 
 from . import _torch_memory, _tpde
+from ._arguments import check_kinds
 from ._entry import Entry
 from ._errors import AlreadyApplied, DeviceFailed, DeviceUnavailable, InvalidArgument, OutOfMemory
 from ._paths import Digest, StrPath, digest_of, open_pair, path_of

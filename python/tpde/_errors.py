@@ -87,6 +87,17 @@ class Invalid(TpdeError, ValueError):
     found: str
 
 
+@contextlib.contextmanager
+def needing_base(*, is_passed: bool) -> Iterator[None]:
+    """An error of a pair that lacks its base says what to pass, if none was passed."""
+    try:
+        yield
+    except Invalid as error:
+        if is_passed or getattr(error, "rule", None) not in ("base.tensor", "base.file"):
+            raise
+        raise type(error)(f"the pair needs a base: pass base= ({error})", **error._attributes) from None
+
+
 class UnexpectedPair(TpdeError, ValueError):
     """The index does not have the pair digest that ``expect`` states. Nothing else of the pair was read.
 

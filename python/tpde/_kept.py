@@ -83,7 +83,10 @@ def keep(weights: Any, base: Any, modules: Iterable[str], *, pinned: bool) -> Ke
     indices = _indices(weights, set(kept_modules), {name for _, tensors in groups for name in tensors})
     first: dict[str, str] = {other: name for name, others in weights._equal.items() for other in others}
     slices: list[Slice] = []
-    for own, tensor in base.items() if isinstance(base, Mapping) else base:
+    for one in base.items() if isinstance(base, Mapping) else base:
+        if not isinstance(one, tuple) or len(one) != 2 or not hasattr(one[1], "detach"):
+            raise InvalidArgument(f"the base has {one!r:.80}: expected tuples of a name and a PyTorch tensor")
+        own, tensor = str(one[0]), one[1]
         name = first.get(own, own)
         shape = weights._shapes.get(name)
         for index in indices.pop(name, []):

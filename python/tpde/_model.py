@@ -54,6 +54,10 @@ def parameters_of(owner: Any) -> dict[str, torch.Tensor]:
     """The tensors of a dict, or parameters and persistent buffers of a module, under all of their names. Wrappers are replaced by the
     tensors that have their memory."""
     if isinstance(owner, Mapping):
+        for name, tensor in owner.items():
+            is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+            if not is_dense or torch.nn.parameter.is_lazy(tensor):
+                raise InvalidArgument(f"parameter {name!r} is a {type(tensor).__name__}: expected a dense PyTorch tensor")
         return {name: memory_of(tensor) for name, tensor in owner.items()}
     if not hasattr(owner, "named_modules"):
         raise InvalidArgument(f"parameters is a {type(owner).__name__}: expected a dict of tensors or a module")

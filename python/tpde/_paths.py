@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union
 
 from . import _tpde
 from ._arguments import check_kinds
-from ._errors import InvalidArgument, UnexpectedPair
+from ._errors import InvalidArgument, UnexpectedPair, needing_base
 from ._progress import Progress, progress_callback
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
@@ -324,7 +324,7 @@ def apply(
     """
     pairs, path, base = pair_names(pair, expect), path_of(path), path_or_none(base)
     wanted = None if tensors is None else matching(*pairs[-1], tensors)
-    with progress_callback(progress, "apply") as callback:
+    with progress_callback(progress, "apply") as callback, needing_base(is_passed=base is not None):
         text = _tpde.apply(pairs, path, base=base, wanted=wanted, replace=replace, progress=callback)
     return report(ApplyReport, text)
 
@@ -360,6 +360,7 @@ def verify(
         UnexpectedPair, Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: As their names say.
         InvalidArgument: ``no_base`` is true, but a base is passed, or the pair needs one.
     """
+    check_kinds(no_base=no_base)
     pair, base, target = path_of(pair), path_or_none(base), path_or_none(target)
     if no_base and base is not None:
         raise InvalidArgument("base and no_base exclude each other")

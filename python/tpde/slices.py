@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _errors, _map
+from ._arguments import check_kinds, check_needed
 from ._contents import Elements, Refusal
 from ._cuts import Rectangles, cut, is_within, volume, whole_of, within
 from ._dtypes import byte_shape, is_packed
@@ -152,6 +153,7 @@ class Map:
 
     def rectangles(self, kept: Kept | None = None) -> Rectangles:
         """The elements of each tensor that the rank holds, as :func:`cut` takes them."""
+        check_kinds(kept=kept)
         second = kept.modules if kept is not None else []
         found: dict[str, dict[tuple[tuple[int, int], ...], tuple[slice, ...]]] = {}
         indices = [(one.tensor, one.index) for one in self.pieces if module_of(one.parameter) not in second]
@@ -171,6 +173,7 @@ class Map:
         Raises:
             InvalidArgument: A module or a tensor of the base is missing, or has another shape or dtype.
         """
+        check_kinds(pinned=pinned)
         return keep(self, base, modules, pinned=pinned)
 
     def _device(self) -> Any:
@@ -221,7 +224,13 @@ def record(load_weights: Loader, tensors: StrPath | State, parameters: State | n
         NotRecorded: The loader fails without data, two tensors are copied to the same elements of a parameter, elements are written
             after a copy or read before it, or the loader replaces the memory of a parameter.
     """
+    check_needed(load_weights=load_weights)
     if isinstance(tensors, Mapping):
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+                raise _errors.InvalidArgument(
+                    f"tensor {name!r} is a {type(tensor).__name__}: expected a PyTorch tensor with a shape"
+                )
         offered = {name: (tensor, False) for name, tensor in tensors.items()}
     else:
         offered = _tensors_of_pair(tensors)
@@ -342,6 +351,8 @@ class Prepared:
         strict: bool = True,
         expect: Digest | None,
     ) -> None:
+        check_needed(weights=weights)
+        check_kinds(kept=kept, reload=reload, strict=strict)
         self._weights, self._pair, self._kept, self._reload, self._expect = weights, pair, kept, reload, expect
         self._second = kept.modules if kept is not None else []
         refused = [one for one in weights.refusals if one.parameter and module_of(one.parameter) not in self._second]
@@ -474,6 +485,8 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
         UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument: As for :func:`tpde.torch.apply_slices_`.
     """
     _require_pieces(weights, kept)
+    check_needed(weights=weights)
+    check_kinds(kept=kept)
     inspection = inspect(pair, expect=expect)
     names = {one.name for one in inspection.tensors}
     first, _ = _map.without_copies(weights.slices(without=kept.modules if kept is not None else ()))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 import torch
 
 from . import _state
+from ._arguments import check_kinds
 from ._device import DevicePair
 from ._encoder import Encoder
 from ._encoding import Encoding
@@ -375,6 +376,7 @@ def iter_patches(
     Raises:
         As :func:`load_file`.
     """
+    check_kinds(kind=kind)
     if kind not in ("all", "sparse", "dense"):
         raise InvalidArgument(f"unknown kind {kind!r} of patches: expected 'all', 'sparse' or 'dense'")
     reader = Reader(pair, base, "pt", device, expect=expect)
