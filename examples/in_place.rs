@@ -39,7 +39,7 @@ fn main() -> Result<()> {
     let before = a.clone();
     let tensors = [TensorMut { name: "a", bytes: &mut a }];
     let outcome = Apply::new(&update(3)?).in_place(tensors, InPlace::AllChecked);
-    assert!(matches!(outcome, Err(Error::AlreadyApplied)));
+    assert!(matches!(outcome, Err(Error::AlreadyApplied { .. })));
     let tensors = [TensorMut { name: "a", bytes: &mut a }];
     let outcome = Apply::new(&update(1)?).in_place(tensors, InPlace::AllChecked);
     assert!(matches!(outcome, Err(Error::WrongBase { .. })) && a == before);

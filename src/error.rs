@@ -40,10 +40,16 @@ pub enum Error {
         found: String,
     },
     /// The base differs from the base of the pair.
-    #[error("wrong base: tensor {} has digest {found}, but the pair was made from {expected}", Escaped(tensor))]
+    #[error("wrong base: {}{} has digest {found}, but the pair was made from {expected}", At(tensor, *chunk), BaseOf(tensor, base))]
     WrongBase {
-        /// Name of the first base tensor that differs.
+        /// Name of the first tensor of the pair whose base differs.
         tensor: String,
+        /// Name of the base tensor.
+        base: String,
+        /// Index, in the index map, of the first chunk whose base sum differs. `None` if the digest shows the difference.
+        chunk: Option<u32>,
+        /// The rule: `chunk.base_sum` or `tensor.base_digest`.
+        rule: Rule,
         /// Digest in the index, hexadecimal.
         expected: String,
         /// Digest of the supplied tensor, hexadecimal.
@@ -51,7 +57,14 @@ pub enum Error {
     },
     /// The base equals the target of the pair: the pair was already applied.
     #[error("already applied: the base is the target of this pair")]
-    AlreadyApplied,
+    AlreadyApplied {
+        /// As for [`Error::WrongBase`].
+        tensor: String,
+        /// As for [`Error::WrongBase`].
+        chunk: Option<u32>,
+        /// As for [`Error::WrongBase`].
+        rule: Rule,
+    },
     /// A file or folder is not a valid checkpoint.
     #[error("{}: {}", Escaped(&path.display().to_string()), Text(reason))]
     BadCheckpoint {
@@ -151,6 +164,28 @@ pub enum Error {
     /// An argument of a call is wrong: a name, a range, a size, or options that contradict each other.
     #[error("{}", Text(_0))]
     InvalidArgument(String),
+}
+
+/// A tensor of a pair, and a chunk.
+struct At<'a>(&'a str, Option<u32>);
+
+impl fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "tensor {}", Escaped(self.0))?;
+        self.1.map_or(Ok(()), |chunk| write!(f, ", chunk {chunk}"))
+    }
+}
+
+/// The base tensor of a tensor.
+struct BaseOf<'a>(&'a str, &'a str);
+
+impl fmt::Display for BaseOf<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 == self.1 {
+            true => write!(f, ": the base"),
+            false => write!(f, ": base tensor {}", Escaped(self.1)),
+        }
+    }
 }
 
 /// A name that no codec, dtype, layout or other named value has.
@@ -382,6 +417,7 @@ rules! {
     TensorFirstChunk = "tensor.first_chunk" in "8",
     TensorChunkCount = "tensor.chunk_count" in "8",
     DigestNone = "digest.none" in "7",
+    TensorBaseDigest = "tensor.base_digest" in "7",
     FilesSize = "files.size" in "10",
     FileKind = "file.kind" in "10",
     FileReserved = "file.reserved" in "10",
@@ -454,21 +490,30 @@ impl Rule {
 }
 
 impl Error {
+    /// [`Error::WrongBase`] as [`Error::AlreadyApplied`]. Other errors are unchanged.
+    pub(crate) fn into_already_applied(self) -> Self {
+        match self {
+            Error::WrongBase { tensor, chunk, rule, .. } => Error::AlreadyApplied { tensor, chunk, rule },
+            _ => self,
+        }
+    }
+
     /// The rule of the spec whose violation caused this error, if any.
     pub fn rule(&self) -> Option<Rule> {
         match self {
             Error::Invalid(invalid) => Some(invalid.rule),
+            Error::WrongBase { rule, .. } | Error::AlreadyApplied { rule, .. } => Some(*rule),
             Error::Poisoned { source, .. } | Error::Step { source, .. } => source.rule(),
             _ => None,
         }
     }
 
-    /// Names a pair of a chain of `count` pairs in an error about its bytes: [`Error::Invalid`] and [`Error::Limit`] become
-    /// [`Error::Step`]. Other errors are returned unchanged, and so are those of a single pair, which is no chain.
+    /// Names a pair of a chain of `count` pairs in an error about its bytes or its base: [`Error::Invalid`], [`Error::Limit`],
+    /// [`Error::WrongBase`] and [`Error::AlreadyApplied`] become [`Error::Step`]. Other errors are returned unchanged, and so are those of a single pair, which is no chain.
     #[must_use]
     pub fn in_step(self, number: usize, count: usize, pair: &Path) -> Self {
         match self {
-            Error::Invalid(_) | Error::Limit { .. } if count > 1 => {
+            Error::Invalid(_) | Error::Limit { .. } | Error::WrongBase { .. } | Error::AlreadyApplied { .. } if count > 1 => {
                 Error::Step { number, pair: pair.display().to_string(), source: Box::new(self) }
             }
             _ => self,

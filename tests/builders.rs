@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 use tpde::{
-    Apply, Authenticity, Checkpoint, Codec, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Result,
+    Apply, Authenticity, Checkpoint, Codec, Encode, EncodeOptions, Error, InPlace, MemoryCheckpoint, Pair, Rectangle, Result, Rule,
     SafetensorsCheckpoint, SliceMut, TensorInfo, TensorMut, Verify, Work,
 };
 
@@ -46,6 +46,14 @@ fn is_argument<T: std::fmt::Debug>(outcome: Result<T>, what: &str) {
     assert!(matches!(&outcome, Err(Error::InvalidArgument(message)) if message.contains(what)), "{outcome:?}");
 }
 
+/// Whether the outcome says that a tensor of the base is missing, or a file if there is no tensor.
+fn needs_base<T: std::fmt::Debug>(outcome: Result<T>, tensor: Option<&str>) {
+    let Err(Error::Invalid(invalid)) = outcome else { panic!("{outcome:?}") };
+    let rule = if tensor.is_some() { Rule::BaseTensor } else { Rule::BaseFile };
+    assert_eq!((invalid.rule, invalid.at.tensor.as_deref()), (rule, tensor), "{invalid}");
+    assert!(invalid.found.contains("no base"), "{invalid}");
+}
+
 #[test]
 fn a_pair_in_memory_rebuilds_the_files_of_its_target() {
     let files = Files::new();
@@ -60,12 +68,12 @@ fn a_pair_that_needs_a_base_is_refused_without_one() {
     let files = Files::new();
     let pair = files.pair();
     let apply = Apply::new(&pair);
-    is_argument(apply.to_path(files.path("out")), "needs a base, for tensor a");
-    is_argument(apply.to_memory(), "needs a base, for tensor a");
-    is_argument(apply.verify(), "needs a base, for tensor a");
-    is_argument(apply.range("b", 0..1), "needs a base, for tensor b");
-    is_argument(apply.changes("b"), "needs a base, for tensor b");
-    is_argument(Verify::new(&pair).without_base().run(), "needs a base, for tensor a");
+    needs_base(apply.to_path(files.path("out")), Some("a"));
+    needs_base(apply.to_memory(), Some("a"));
+    needs_base(apply.verify(), Some("a"));
+    needs_base(apply.range("b", 0..1), Some("b"));
+    needs_base(apply.changes("b"), Some("b"));
+    needs_base(Verify::new(&pair).without_base().run(), Some("a"));
     assert!(!files.path("out").exists());
 
     let whole = Encode::new(&files.open("target")).to_memory().unwrap().0;
@@ -82,9 +90,9 @@ fn a_header_that_only_the_base_has_needs_the_base() {
     let pair = files.pair();
     let tensors = Apply::new(&pair).to_memory().unwrap();
     assert!(tensors.iter().all(|(_, bytes)| bytes.iter().all(|&byte| byte == 0)));
-    is_argument(Apply::new(&pair).to_path(files.path("out")), "needs a base, for the header of a file");
-    is_argument(Verify::new(&pair).without_base().run(), "needs a base, for the header of a file");
-    assert_eq!(Apply::new(&pair).check_writable().unwrap_err().rule(), Some(tpde::Rule::BaseFile));
+    needs_base(Apply::new(&pair).to_path(files.path("out")), None);
+    needs_base(Verify::new(&pair).without_base().run(), None);
+    assert_eq!(Apply::new(&pair).check_writable().unwrap_err().rule(), Some(Rule::BaseFile));
     // A selection of tensors gets its own header.
     Apply::new(&pair).tensors(|name| name == "a").to_path(files.path("out")).unwrap();
     assert_eq!(files.open("out").tensors().len(), 1);
@@ -100,6 +108,69 @@ fn memory_has_the_selected_tensors_in_their_order() {
     assert!(all.iter().zip(&files.target).all(|((_, bytes), target)| *bytes == target.bytes));
     let one = Apply::new(&pair).base(&base).tensors(|name| name != "a").to_memory().unwrap();
     assert!(names(&one) == ["b"] && one[0].1 == files.target[1].bytes);
+}
+
+#[test]
+fn a_wrong_base_is_reported_with_the_tensor_of_the_pair_the_chunk_and_the_rule() {
+    let files = Files::new();
+    let (grown, base) = (tensor("grown", "BF16", &[32, 256], 1), files.open("base"));
+    write_file(&files.path("target"), &[named(&files.target[0], "a"), named(&files.target[1], "renamed"), tuned(&grown, 20)]);
+    let options = EncodeOptions::default().codec(Codec::Zstd).chunk_lanes(4096).renamed([("renamed", "b"), ("grown", "a")]);
+    let (pair, _) = Encode::new(&files.open("target")).base(&base).options(options).to_memory().unwrap();
+    let kinds: Vec<_> = pair.index().tensors().map(|tensor| (tensor.name, tensor.base_name, tensor.chunk_count)).collect();
+    assert_eq!(kinds, [("a", "a", 4), ("grown", "a", 2), ("renamed", "b", 4)]);
+
+    let wrong = |name: &str, byte: usize| {
+        let mut tensors = files.base.clone();
+        tensors.iter_mut().filter(|tensor| tensor.name == name).for_each(|tensor| tensor.bytes[byte] ^= 1);
+        write_file(&files.path("wrong"), &tensors);
+        files.open("wrong")
+    };
+    let is = |error: Error, expected: (&str, &str, Option<u32>)| {
+        let Error::WrongBase { tensor, base, chunk, rule, .. } = &error else { panic!("{error}") };
+        assert_eq!((&tensor[..], &base[..], *chunk), expected, "{error}");
+        assert_eq!(*rule, if chunk.is_some() { Rule::ChunkBaseSum } else { Rule::TensorBaseDigest });
+        assert_eq!(error.rule(), Some(*rule));
+        assert!(error.to_string().starts_with(&format!("wrong base: tensor {tensor}")), "{error}");
+    };
+    // Chunk 8 is the third of `renamed`.
+    let other = wrong("b", 2 * 4096 * 2 + 5);
+    let apply = Apply::new(&pair).base(&other);
+    is(apply.verify().unwrap_err(), ("renamed", "b", Some(8)));
+    is(apply.to_memory().unwrap_err(), ("renamed", "b", Some(8)));
+    is(apply.to_path(files.path("out")).unwrap_err(), ("renamed", "b", Some(8)));
+    is(Verify::new(&pair).base(&other).run().unwrap_err(), ("renamed", "b", Some(8)));
+    let mut bytes = files.base[1].bytes.clone();
+    bytes[2 * 4096 * 2 + 5] ^= 1;
+    for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+        let apply = Apply::new(&pair).tensors(|name| name == "renamed");
+        let error = apply.in_place([TensorMut { name: "renamed", bytes: &mut bytes.clone() }], mode).unwrap_err();
+        match error {
+            Error::Poisoned { source, .. } => assert_eq!(source.rule(), Some(Rule::ChunkBaseSum), "{source}"),
+            error => is(error, ("renamed", "b", Some(8))),
+        }
+        let slice = SliceMut::new("renamed", Rectangle::whole(&[64, 256]), &mut bytes);
+        let error = Apply::new(&pair).in_place_slices([slice], InPlace::AllChecked).unwrap_err();
+        is(error, ("renamed", "b", Some(8)));
+    }
+    let mut out = vec![0; files.base[1].bytes.len()];
+    let slice = SliceMut::new("renamed", Rectangle::whole(&[64, 256]), &mut out);
+    is(apply.to_slices([slice]).unwrap_err(), ("renamed", "b", Some(8)));
+    let Err(Error::Invalid(invalid)) = apply.range("renamed", 8192..8193) else { panic!() };
+    assert_eq!((invalid.rule, invalid.at.tensor.as_deref(), invalid.at.chunk), (Rule::ChunkBaseSum, Some("renamed"), Some(8)));
+
+    // Rows of `a` that `grown` does not have: its sums are right, those of tensor `a` are not.
+    let other = wrong("a", 3 * 4096 * 2);
+    is(Apply::new(&pair).base(&other).verify().unwrap_err(), ("a", "a", Some(3)));
+    let grown = Apply::new(&pair).base(&other).tensors(|name| name == "grown").verify().unwrap_err();
+    is(grown, ("grown", "a", None));
+
+    let applied = [named(&files.target[1], "b"), named(&files.target[0], "a")];
+    write_file(&files.path("applied"), &applied);
+    let applied = files.open("applied");
+    let applied = Apply::new(&pair).base(&applied).tensors(|name| name == "renamed").verify().unwrap_err();
+    let Error::AlreadyApplied { tensor, chunk, rule } = &applied else { panic!("{applied}") };
+    assert_eq!((&tensor[..], *chunk, *rule), ("renamed", Some(6), Rule::ChunkBaseSum));
 }
 
 #[test]
@@ -169,7 +240,7 @@ fn a_target_in_memory_is_compared_by_its_tensors() {
     assert!(found.checked.target_checked && found.payload_authenticity == Authenticity::Checked);
     let mut other = tensors.clone();
     other[1].1[7] ^= 1;
-    assert_eq!(memory(&other).unwrap_err().rule(), Some(tpde::Rule::TensorTargetDigest));
+    assert_eq!(memory(&other).unwrap_err().rule(), Some(Rule::TensorTargetDigest));
 }
 
 #[test]

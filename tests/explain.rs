@@ -227,7 +227,7 @@ fn a_base_that_is_not_the_pairs_is_refused() {
     let input = input("fine-tuned, BF16", 160);
     let pair = pair_of(&input, &EncodeOptions::default());
     let explain = |base: &dyn Checkpoint| Explain::new(&pair).base(base).run();
-    assert!(matches!(explain(&input.target()), Err(Error::AlreadyApplied)));
+    assert!(matches!(explain(&input.target()), Err(Error::AlreadyApplied { .. })));
     let mut wrong = input.base.clone();
     wrong[1].1[77] ^= 1;
     let wrong = MemoryCheckpoint::new(wrong.iter().map(|(info, bytes)| (info.clone(), &bytes[..]))).unwrap();

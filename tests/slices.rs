@@ -154,14 +154,14 @@ proptest! {
             let slices = SliceCheckpoint::new([wrong.slice(info(&base))]).unwrap();
             let outcome = Apply::new(&pair).base(&slices).to_slices([out.slice_mut("w")]);
             if let Err(error) = outcome {
-                prop_assert!(matches!(error, Error::WrongBase { .. } | Error::AlreadyApplied), "{}", error);
+                prop_assert!(matches!(error, Error::WrongBase { .. } | Error::AlreadyApplied { .. }), "{}", error);
             }
             wrong.bytes[0] ^= 2;
             wrong.bytes[0] ^= 2;
             let before = wrong.bytes.clone();
             let outcome = Apply::new(&pair).in_place_slices([wrong.slice_mut("w")], InPlace::AllChecked);
             if let Err(error) = outcome {
-                prop_assert!(matches!(error, Error::WrongBase { .. } | Error::AlreadyApplied), "{}", error);
+                prop_assert!(matches!(error, Error::WrongBase { .. } | Error::AlreadyApplied { .. }), "{}", error);
                 prop_assert!(wrong.bytes == before);
             }
         }

@@ -57,7 +57,9 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     let mut at = Location::default();
     match ours.map(cause) {
         Some(Error::Invalid(invalid)) => at = invalid.at.clone(),
-        Some(Error::WrongBase { tensor, .. }) => at.tensor = Some(tensor.clone()),
+        Some(Error::WrongBase { tensor, chunk, .. } | Error::AlreadyApplied { tensor, chunk, .. }) => {
+            (at.tensor, at.chunk) = (Some(tensor.clone()), *chunk);
+        }
         Some(Error::NotMergeable(refused)) if refused.conflict != Conflict::File => at.tensor = Some(refused.name.clone()),
         _ => {}
     }
@@ -94,7 +96,7 @@ fn kind_and_code(ours: Option<&Error>, is_io: bool) -> (&'static str, u8) {
         Some(Error::Invalid(_)) => ("invalid", DATA),
         Some(Error::UnexpectedPair { .. }) => ("unexpected_pair", DATA),
         Some(Error::WrongBase { .. }) => ("wrong_base", DATA),
-        Some(Error::AlreadyApplied) => ("already_applied", DATA),
+        Some(Error::AlreadyApplied { .. }) => ("already_applied", DATA),
         Some(Error::BadCheckpoint { .. }) => ("bad_checkpoint", DATA),
         Some(Error::Changed { .. }) => ("changed", SYSTEM),
         Some(Error::NotWritable { .. }) => ("not_writable", DATA),
@@ -214,7 +216,7 @@ fn is_of_store(_: &(dyn std::error::Error + 'static)) -> bool {
 
 fn hint(error: &Error) -> Option<&'static str> {
     Some(match error {
-        Error::Step { number: 2.., source, .. } if matches!(**source, Error::WrongBase { .. } | Error::AlreadyApplied) => {
+        Error::Step { number: 2.., source, .. } if matches!(**source, Error::WrongBase { .. } | Error::AlreadyApplied { .. }) => {
             "each pair of a chain is made from the target of the pair before it: is the order right?"
         }
         Error::Step { source, .. } => return hint(source),

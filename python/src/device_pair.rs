@@ -246,7 +246,7 @@ impl DevicePair {
                 // Nothing was written, so the tensors are compared with the last target and with the first base.
                 Err(Error::Step { number: 1, pair, source }) => {
                     if let Error::Invalid(invalid) = &*source
-                        && let Error::AlreadyApplied = bound.explain(Error::Invalid(invalid.clone()), steering)
+                        && let Error::AlreadyApplied { .. } = bound.explain(Error::Invalid(invalid.clone()), steering)
                     {
                         return Ok(false);
                     }
@@ -446,7 +446,7 @@ impl Ready {
         };
         let explained = match raised {
             Ok(()) => run(py, progress, total, |steering| match bound.explain(error, steering) {
-                Error::AlreadyApplied => Ok(false),
+                Error::AlreadyApplied { .. } => Ok(false),
                 error => Err(error),
             }),
             Err(raised) => {

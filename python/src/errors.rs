@@ -49,13 +49,21 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("found", found)?;
             "UnexpectedPair"
         }
-        Error::WrongBase { tensor, expected, found } => {
+        Error::WrongBase { tensor, base, chunk, rule, expected, found } => {
             with.set_item("tensor", tensor)?;
+            with.set_item("base", base)?;
+            with.set_item("chunk", chunk)?;
+            with.set_item("rule", rule.id())?;
             with.set_item("expected", expected)?;
             with.set_item("found", found)?;
             "WrongBase"
         }
-        Error::AlreadyApplied => "AlreadyApplied",
+        Error::AlreadyApplied { tensor, chunk, rule } => {
+            with.set_item("tensor", tensor)?;
+            with.set_item("chunk", chunk)?;
+            with.set_item("rule", rule.id())?;
+            "AlreadyApplied"
+        }
         Error::BadCheckpoint { path, reason } => {
             with.set_item("path", path)?;
             with.set_item("reason", reason)?;

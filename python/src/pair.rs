@@ -252,7 +252,7 @@ impl Pair {
 fn applied(outcome: Result<ApplyReport>) -> Result<bool> {
     match outcome {
         Ok(_) => Ok(true),
-        Err(Error::AlreadyApplied) => Ok(false),
+        Err(Error::AlreadyApplied { .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }

@@ -124,8 +124,9 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     assert found(tpde.verify(tmp_path / "anchor")) == ("checked", None, None)
     anchor = tpde.verify(tmp_path / "anchor", no_base=True)
     assert found(anchor) == ("checked", True, None) and anchor.target_checked and not anchor.base_checked
-    with pytest.raises(tpde.InvalidArgument, match="needs a base"):
+    with pytest.raises(tpde.Invalid, match="no base") as refused:
         tpde.verify(made.pair, no_base=True)
+    assert refused.value.rule == "base.tensor" and refused.value.tensor is not None
     with pytest.raises(tpde.InvalidArgument, match="no_base"):
         tpde.verify(made.pair, base=made.base, no_base=True)
 

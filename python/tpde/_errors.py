@@ -111,10 +111,15 @@ class UnexpectedPair(TpdeError, ValueError):
 class WrongBase(TpdeError, ValueError):
     """The base is not the one from which the pair was made.
 
-    Attributes: ``tensor``, the first base tensor that differs, ``expected`` and ``found``, its digests.
+    Attributes: ``tensor``, the first tensor of the pair whose base differs, ``base``, the name of the base tensor, ``expected`` and
+    ``found``, its digests; ``rule``, ``"chunk.base_sum"`` with the ``chunk`` (index in the index map) whose sum differs, or
+    ``"tensor.base_digest"``.
     """
 
     tensor: str
+    base: str | None = None
+    chunk: int | None = None
+    rule: str = "tensor.base_digest"
     expected: str
     found: str
 
@@ -130,7 +135,14 @@ class Repacked(WrongBase):
 
 
 class AlreadyApplied(TpdeError, ValueError):
-    """The base already is the target of the pair."""
+    """The base already is the target of the pair.
+
+    Attributes: ``tensor``, ``chunk`` and ``rule``, as for :class:`WrongBase`; ``None`` where they are not known.
+    """
+
+    tensor: str | None = None
+    chunk: int | None = None
+    rule: str | None = None
 
 
 class Step(TpdeError, ValueError):

@@ -567,6 +567,9 @@ def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair:
         "loading. Map.keep keeps the base of such modules",
         modules=failed,
         tensor=error.tensor,
+        base=error.base,
+        chunk=error.chunk,
+        rule=error.rule,
         expected=error.expected,
         found=error.found,
     )

@@ -1,6 +1,7 @@
 //! The builder that applies a pair, with one method for each kind of output.
 
 use super::accelerator::Accelerator;
+use super::find::find_base;
 use super::in_place::{InPlace, InPlaceRun, TensorMut};
 use super::kept::KEPT_PAYLOADS;
 use super::moves::Moves;
@@ -10,12 +11,12 @@ use super::slices;
 use super::slices_to_path::{self, GROUP_BYTES, Output};
 use super::to_path;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, MemoryCheckpoint, TensorInfo};
-use crate::error::{Error, Escaped, Result};
+use crate::error::{Error, Escaped, Result, Rule};
 use crate::format::BaseKind;
 use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
 use crate::rectangle::Rectangle;
-use crate::safetensors::{outputs, target_metadata};
+use crate::safetensors::{display_name, outputs, target_metadata};
 use crate::slice::{FusedSlices, Memories};
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
@@ -170,7 +171,7 @@ impl<'a, B: Source> Apply<'a, B> {
     ///
     /// # Errors
     /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]: discard the buffers. [`Error::InvalidArgument`] if
-    /// a buffer's length is wrong, or if a tensor needs a base and none is set.
+    /// a buffer's length is wrong.
     pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
         self.run()?.to_buffers(outputs)
     }
@@ -392,13 +393,12 @@ impl<'a, B: Source> Apply<'a, B> {
     /// Creates a run, after checking that a base is set if one of `tensors` needs it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a tensor needs a base and none is set.
+    /// [`Error::Invalid`] with rule `base.tensor` if a tensor needs a base and none is set.
     fn run_for<'t>(&self, tensors: impl IntoIterator<Item = Tensor<'t>>) -> Result<Run<'_, B>> {
-        let needs_base = |tensor: &Tensor<'_>| tensor.base_kind != BaseKind::None;
-        match tensors.into_iter().find(needs_base).filter(|_| self.base.is_none()) {
-            Some(tensor) => Err(Error::InvalidArgument(format!("the pair needs a base, for tensor {}", Escaped(tensor.name)))),
-            None => Ok(self.unchecked_run()),
+        if self.base.is_none() {
+            tensors.into_iter().try_for_each(|tensor| find_base(&tensor, &EMPTY).map(drop))?;
         }
+        Ok(self.unchecked_run())
     }
 
     fn unchecked_run(&self) -> Run<'_, B> {
@@ -410,11 +410,12 @@ impl<'a, B: Source> Apply<'a, B> {
         run
     }
 
-    /// Returns an error if a selected tensor or a file of the pair needs a base.
+    /// Returns an error, with rule `base.tensor` or `base.file`, if a selected tensor or a file of the pair needs a base.
     pub(super) fn check_needs_no_base(&self) -> Result<()> {
         self.run()?;
-        if !self.is_selection && self.pair.index().files().any(|file| !file.kind.is_stored()) {
-            return Err(Error::InvalidArgument("the pair needs a base, for the header of a file".into()));
+        let of_base = self.pair.index().files().find(|file| !file.kind.is_stored());
+        if let Some(file) = of_base.filter(|_| !self.is_selection) {
+            return Err(Rule::BaseFile.broken(format_args!("{} of the base", display_name(file.name)), "no base"));
         }
         Ok(())
     }

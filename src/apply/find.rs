@@ -2,9 +2,23 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::cut::Formed;
-use crate::error::{Escaped, Result, Rule};
+use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::format::DIGEST_SIZE;
 use crate::index::Tensor;
 use crate::lane::Dtype;
+
+/// The error for an entry whose base has the digest `found`. `chunk` is the first chunk whose base sum differs, if the sums were
+/// compared before the digest.
+pub(crate) fn wrong_base(tensor: &Tensor<'_>, found: &[u8; DIGEST_SIZE], chunk: Option<u32>) -> Error {
+    Error::WrongBase {
+        tensor: tensor.name.to_owned(),
+        base: tensor.base_name.to_owned(),
+        chunk,
+        rule: if chunk.is_some() { Rule::ChunkBaseSum } else { Rule::TensorBaseDigest },
+        expected: hex(tensor.base_digest()),
+        found: hex(found),
+    }
+}
 
 /// The positions of the tensors from which base lanes are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +64,7 @@ fn find(tensor: &Tensor<'_>, base: &dyn Checkpoint, what: &str, name: &str, dtyp
         let expected = format!("{what} {} of {dtype} {shape:?}", Escaped(name));
         Rule::BaseTensor.broken(expected, found).in_tensor(tensor.name)
     };
-    let absent = if base.tensors().is_empty() { "a base without tensors" } else { "none" };
+    let absent = if base.tensors().is_empty() { "no base, or one without tensors" } else { "none" };
     let base_index = base.find(name).ok_or_else(|| broken(&absent))?;
     let info = &base.tensors()[base_index];
     if info.dtype != dtype || info.shape != shape {

@@ -23,7 +23,7 @@ mod verify;
 
 pub use accelerator::{Accelerator, TensorHashes, Work};
 pub use builder::Apply;
-pub(crate) use find::find_base;
+pub(crate) use find::{find_base, wrong_base};
 pub use in_place::{InPlace, TensorMut};
 pub use moves::Moves;
 pub use range::Changes;

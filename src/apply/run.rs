@@ -2,7 +2,7 @@
 
 use super::accelerator::{Accelerator, TensorHashes, Work};
 use super::chunk::{Chunks, DecodeWorker, Hashes, decode_from, decode_to};
-use super::find::{BaseTensors, find_base};
+use super::find::{BaseTensors, find_base, wrong_base};
 use super::payloads::Compared;
 use crate::base::PaddedBase;
 use crate::batches::{Pool, hash_tensor, in_batches};
@@ -352,9 +352,10 @@ impl<'a, B: Source> Run<'a, B> {
     /// [`Error::AlreadyApplied`] if their digests show that. Other errors are returned unchanged.
     pub fn explain(&self, error: Error, bases: &[Option<usize>]) -> Error {
         // An error about an earlier step of a chain is an `Error::Step`, and is not about this pair.
-        if !matches!(&error, Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum) {
-            return error;
-        }
+        let failed = match &error {
+            Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum => invalid.at.chunk,
+            _ => return error,
+        };
         let mut wrong = None;
         let mut all_are_targets = true;
         for (tensor, base) in self.selected().zip(bases) {
@@ -368,15 +369,15 @@ impl<'a, B: Source> Run<'a, B> {
             };
             all_are_targets &= found == tensor.digests.target_digest;
             if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
-                wrong.get_or_insert(Error::WrongBase {
-                    tensor: tensor.base_name.to_owned(),
-                    expected: hex(&tensor.digests.base_digest),
-                    found: hex(&found),
-                });
+                // The tensor of the chunk that failed, or else the first one whose base differs.
+                let chunk = failed.filter(|chunk| tensor.chunks().contains(chunk));
+                if wrong.is_none() || chunk.is_some() {
+                    wrong = Some(wrong_base(&tensor, &found, chunk));
+                }
             }
         }
         match wrong {
-            Some(_) if all_are_targets => Error::AlreadyApplied,
+            Some(wrong) if all_are_targets => wrong.into_already_applied(),
             Some(wrong) => wrong,
             // The base matches all digests, so the sum in the index is wrong.
             None => error,
@@ -475,8 +476,7 @@ impl<'a, 'b, B: Source> DigestCheck<'a, 'b, B> {
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
             // The chunk sums matched. Either the base is forged, or it is a `prefix` base that differs in rows the target lacks.
-            let expected = hex(&tensor.digests.base_digest);
-            return Err(Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found: hex(&found) });
+            return Err(wrong_base(&tensor, &found, None));
         }
         let target_hash = digest::combine(&chunks.iter().map(|hashes| hashes.target).collect::<Vec<_>>());
         let (expected, found) = (&tensor.digests.target_digest, short(&target_hash));

@@ -130,7 +130,8 @@ impl<'a, B: Source> Verify<'a, B> {
     /// - The errors of [`Pair::verify`] or [`Apply::verify`].
     /// - [`Error::Invalid`] with rule `tensor.target_digest`, `digest.target_root` or `file.content_digest` if the target
     ///   checkpoint is not the target of the pair.
-    /// - [`Error::InvalidArgument`] if the pair needs a base and [`without_base`](Verify::without_base) is set.
+    /// - [`Error::Invalid`] with rule `base.tensor` or `base.file` if the pair needs a base and
+    ///   [`without_base`](Verify::without_base) is set.
     /// - [`Error::Io`].
     pub fn run(&self) -> Result<Verification> {
         let index = self.pair.index();

@@ -1,9 +1,9 @@
 //! One step of a chain: a pair, and where each of its entries finds its base lanes in the version before.
 
-use crate::apply::{Rebuilder, find_base};
+use crate::apply::{Rebuilder, find_base, wrong_base};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::Formed;
-use crate::error::{Error, Escaped, Result, Rule, hex};
+use crate::error::{Escaped, Result, Rule};
 use crate::format::DIGEST_SIZE;
 use crate::index::{Part, Tensor};
 use crate::reader::Pair;
@@ -85,12 +85,12 @@ impl<'a, B: Source> Step<'a, B> {
             let found = previous.pair.index().tensor(entry).target_digest();
             is_applied &= found == tensor.target_digest();
             if found != tensor.base_digest() {
-                wrong.get_or_insert_with(|| wrong_base(&tensor, found));
+                wrong.get_or_insert_with(|| wrong_base(&tensor, found, None));
             }
         }
         step.first_entries.push(index.tensor_count());
         match wrong {
-            Some(_) if is_applied => Err(Error::AlreadyApplied),
+            Some(wrong) if is_applied => Err(wrong.into_already_applied()),
             Some(wrong) => Err(wrong),
             None => Ok(step),
         }
@@ -123,12 +123,6 @@ impl<'a, B: Source> Step<'a, B> {
         let end = starts.partition_point(|part| part.as_ref().map_or(0, Runs::start) < bytes.end);
         entries.start + first.min(end)..entries.start + end
     }
-}
-
-/// The error for an entry whose base has the digest `found`.
-pub(super) fn wrong_base(tensor: &Tensor<'_>, found: &[u8; DIGEST_SIZE]) -> Error {
-    let (expected, found) = (hex(tensor.base_digest()), hex(found));
-    Error::WrongBase { tensor: tensor.base_name.to_owned(), expected, found }
 }
 
 fn find_base_lanes<B: Source>(

@@ -125,7 +125,7 @@ fn plan(index: &ValidatedIndex, base: Option<&dyn CheckpointFiles>) -> Result<(V
 }
 
 /// The name of a file for messages.
-fn display_name(name: &str) -> &str {
+pub(crate) fn display_name(name: &str) -> &str {
     if name.is_empty() { "a lone safetensors file" } else { name }
 }
 

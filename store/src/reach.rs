@@ -100,7 +100,7 @@ pub(crate) fn is_damage(error: &Error) -> bool {
             E::Invalid(_)
                 | E::UnexpectedPair { .. }
                 | E::WrongBase { .. }
-                | E::AlreadyApplied
+                | E::AlreadyApplied { .. }
                 | E::Step { .. }
                 | E::Limit { .. }
                 | E::NotWritable { .. }

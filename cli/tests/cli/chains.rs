@@ -111,7 +111,9 @@ fn a_chain_that_does_not_fit_is_refused_with_its_step() {
         for line in verbs(chain) {
             let error = place.fails(&line, DATA, &format!("step {step} of the chain"));
             assert_eq!((&error["step"], &error["kind"]), (&step.into(), &kind.into()), "{line}: {error}");
-            assert_eq!(error["tensor"].is_string(), kind == "wrong_base", "{error}");
+            let rule = if step == 1 { "chunk.base_sum" } else { "tensor.base_digest" };
+            assert_eq!((error["tensor"].is_string(), &error["rule"]), (true, &rule.into()), "{error}");
+            assert_eq!(error["chunk"].is_u64(), step == 1, "{error}");
             assert_eq!(error["hint"].as_str().unwrap().contains("order"), step > 1, "{error}");
         }
     }

@@ -90,7 +90,8 @@ fn a_pair_of_format_1_1_has_no_features() {
 #[test]
 fn a_pair_without_a_base_is_rebuilt_when_it_is_verified() {
     let place = Place::with_pair();
-    assert_eq!(place.fails("verify pair --no-base", USAGE, "needs a base")["kind"], "invalid_argument");
+    let error = place.fails("verify pair --no-base", DATA, "found no base");
+    assert_eq!((&error["kind"], &error["rule"]), (&"invalid".into(), &"base.tensor".into()));
     let mut new = tensor("w", "U32", &[1024], 2);
     write_file(&place.path("new.safetensors"), std::slice::from_ref(&new));
     place.ok("encode --no-base new.safetensors -o new --codec raw --format 1.1");

@@ -484,7 +484,7 @@ fn a_failed_launch_on_slices_is_explained() {
     for (rank, padding) in [(0, 5), (1, 0)] {
         let held = Memory::of_rank(&model, rank, 2, padding);
         let applied = explained(&held, &held.after);
-        assert!(matches!(applied, Error::AlreadyApplied), "{applied}");
+        assert!(matches!(applied, Error::AlreadyApplied { .. }), "{applied}");
         let mut wrong = held.before.clone();
         let (_, _, at, ..) = held.slices.iter().find(|(name, ..)| name == "layers.0.o_proj").unwrap();
         wrong[at + 1] ^= 4;

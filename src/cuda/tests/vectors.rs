@@ -117,16 +117,23 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
             continue;
         };
         let expected = (vector["error"].as_str(), vector["rule"].as_str());
+        let named = |tensor: Option<&String>, chunk: Option<u32>| {
+            (vector["tensor"].is_null() || vector["tensor"].as_str() == tensor.map(String::as_str))
+                && (vector["chunk"].is_null() || vector["chunk"].as_u64() == chunk.map(u64::from))
+        };
         let right = match &error {
-            Error::WrongBase { .. } => expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest"),
-            Error::AlreadyApplied => expected.0 == Some("already_applied"),
+            Error::WrongBase { tensor, chunk, rule, .. } => {
+                let is_base = expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest");
+                is_base && expected.1 == Some(rule.id()) && named(Some(tensor), *chunk)
+            }
+            Error::AlreadyApplied { tensor, chunk, rule } => {
+                expected.0 == Some("already_applied") && expected.1 == Some(rule.id()) && named(Some(tensor), *chunk)
+            }
             Error::Limit { .. } => expected.1 == Some("limit"),
             Error::BadCheckpoint { .. } => expected.1 == Some("base.file"),
             Error::Invalid(invalid) => {
                 by_device += usize::from(invalid.found.ends_with("on the device"));
-                let named = (vector["tensor"].is_null() || vector["tensor"].as_str() == invalid.at.tensor.as_deref())
-                    && (vector["chunk"].is_null() || vector["chunk"].as_u64() == invalid.at.chunk.map(u64::from));
-                expected.1 == Some(invalid.rule.id()) && named
+                expected.1 == Some(invalid.rule.id()) && named(invalid.at.tensor.as_ref(), invalid.at.chunk)
             }
             _ => false,
         };
