@@ -115,7 +115,7 @@ pub use codec::{Codec, Layout, PayloadParts};
 pub use derived::{BaseForm, Derived};
 pub use encode::{
     CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, Streamed, TableSetReport,
-    TensorExplanation, TensorReport, WayReport,
+    TensorExplanation, TensorReport, UnusedBase, UnusedCause, WayReport,
 };
 pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, PartNotHeld, Result, Rule, UnknownName};
 pub use format::{BaseKind, FileKind, FormatVersion};

@@ -6,7 +6,7 @@ use proptest::test_runner::Config;
 use tpde::internals::{cast_lanes, scale_lanes, scale_nibbles};
 use tpde::{
     Apply, BaseForm, BaseKind, Chain, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FormatVersion, InPlace,
-    MemoryCheckpoint, Merge, Rectangle, Result, Rule, SliceMut, TensorInfo, TensorMut,
+    MemoryCheckpoint, Merge, Rectangle, Result, Rule, SliceMut, TensorInfo, TensorMut, UnusedCause,
 };
 
 /// A tensor with its bytes.
@@ -228,16 +228,17 @@ fn an_exact_image_has_no_payload_and_an_unrelated_base_is_not_used() {
 }
 
 #[test]
-fn earlier_versions_refuse_derived_bases_unless_they_are_off() {
+fn earlier_versions_have_no_derived_bases() {
     let case = cast(Dtype::F32, Dtype::Bf16, &[100], 1);
     let (base, target) = (memory(&case.base), memory(std::slice::from_ref(&case.formed)));
     for version in [FormatVersion::V1_1, FormatVersion::V1_2] {
-        let encode = |options: EncodeOptions| Encode::new(&target).base(&base).options(options.format(version)).to_memory();
-        let error = encode(options()).unwrap_err();
-        assert!(matches!(&error, Error::InvalidArgument(reason) if reason.contains("format 1.3")), "{error}");
-        let (_, report) = encode(options().derived(false)).unwrap();
-        assert_eq!(report.tensors[0].base_kind, BaseKind::None);
-        assert_eq!(report.removed, ["t"]);
+        for derived in [true, false] {
+            let options = options().format(version).derived(derived);
+            let (pair, report) = Encode::new(&target).base(&base).options(options).to_memory().unwrap();
+            assert_eq!((pair.index().version() < (1, 3), report.tensors[0].base_kind), (true, BaseKind::None));
+            assert_eq!((&report.removed[..], &report.added[..]), (&["t".to_owned()][..], &[][..]));
+            assert_eq!((report.unused.len(), report.unused[0].cause), (1, UnusedCause::Dtype));
+        }
     }
 }
 
@@ -271,33 +272,68 @@ fn parts_of_whole_blocks_have_derived_bases() {
     let (base, target) = (memory(&case.base), [changed(&case, 40)]);
     let (pair, report) = Encode::new(&memory(&target)).base(&base).options(split("t=0:3")).to_memory().unwrap();
     assert!(report.tensors.iter().all(|part| part.base_kind == BaseKind::None));
+    assert_eq!(report.unused.iter().map(|unused| unused.cause).collect::<Vec<_>>(), [UnusedCause::Blocks]);
     Apply::new(&pair).base(&base).verify().unwrap();
 }
 
 #[test]
-fn scales_that_are_missing_or_do_not_fit_break_base_tensor() {
-    let broken = |case: &Case, scales: Option<TensorInfo>| {
+fn scales_that_are_missing_or_do_not_fit_are_refused_by_readers_and_not_used_by_the_encoder() {
+    let check = |case: &Case, scales: Option<TensorInfo>, shown: &str| {
         let target = [case.formed.clone()];
         let pair = Encode::new(&memory(&target)).base(&memory(&case.base)).to_memory().unwrap().0;
         let mut base = case.base[..1].to_vec();
         base.extend(scales.map(|info| (info.clone(), vec![0; info.bytes() as usize])));
-        let applied = Apply::new(&pair).base(&memory(&base)).verify().unwrap_err();
+        let base = memory(&base);
+        let applied = Apply::new(&pair).base(&base).verify().unwrap_err();
         assert_eq!(applied.rule(), Some(Rule::BaseTensor), "{applied}");
-        Encode::new(&memory(&target)).base(&memory(&base)).to_memory().map(|(_, report)| report.tensors[0].base_kind)
+        let (pair, report) = Encode::new(&memory(&target)).base(&base).to_memory().unwrap();
+        assert_ne!(report.tensors[0].base_kind, BaseKind::Dequantised);
+        let [unused] = &report.unused[..] else { panic!("{:?}", report.unused) };
+        assert_eq!((&unused.tensor[..], &unused.base, unused.cause), ("t", &case.base[0].0.name, UnusedCause::Scales));
+        assert!(unused.reason.contains(shown), "{}", unused.reason);
+        assert!(Apply::new(&pair).base(&base).to_memory().unwrap()[0].1 == target[0].1);
     };
     for case in [fp8(Dtype::Bf16, [131, 257], 2), mxfp4(BaseForm::Mxfp4, [2, 64, 5], 1)] {
         let right = &case.base[1].0;
-        for wrong in [
-            info(&right.name, Dtype::I8, &right.shape),
-            info(&right.name, right.dtype, &[right.shape.iter().product()]),
-            info(&right.name, right.dtype, &[&right.shape[..], &[1]].concat()),
+        for (dtype, shape) in [
+            (Dtype::I8, right.shape.clone()),
+            (Dtype::Bf16, right.shape.clone()),
+            (Dtype::F8E8m0, right.shape.clone()),
+            (right.dtype, vec![right.shape.iter().product()]),
+            (right.dtype, [&right.shape[..], &[1]].concat()),
+            (right.dtype, vec![]),
+            (right.dtype, vec![0]),
         ] {
-            assert_eq!(broken(&case, Some(wrong)).unwrap_err().rule(), Some(Rule::BaseTensor));
+            let wrong = info(&right.name, dtype, &shape);
+            check(&case, Some(wrong), &format!("found {} with {dtype} {shape:?}", right.name));
         }
     }
-    // Without any scales, a tensor of F8 is cast, and blocks of MXFP4 are incomplete.
-    assert!(broken(&fp8(Dtype::Bf16, [131, 257], 2), None).is_ok());
-    assert_eq!(broken(&mxfp4(BaseForm::Mxfp4, [2, 64, 5], 1), None).unwrap_err().rule(), Some(Rule::BaseTensor));
+    check(&mxfp4(BaseForm::Mxfp4, [2, 64, 5], 1), None, "found none");
+}
+
+#[test]
+fn a_second_tensor_of_scales_is_tried() {
+    let case = fp8(Dtype::Bf16, [131, 257], 2);
+    let mut base = case.base.clone();
+    base[1].0.name = "t_scale".into();
+    base.push(random("t_scale_inv", Dtype::F32, &[], 3));
+    let target = [case.formed.clone()];
+    let (_, report) = Encode::new(&memory(&target)).base(&memory(&base)).to_memory().unwrap();
+    assert_eq!((report.tensors[0].base_kind, report.tensors[0].payload_bytes), (BaseKind::Dequantised, 0));
+}
+
+#[test]
+fn guessed_names_are_those_that_a_pair_can_hold() {
+    for length in [4087, 4096] {
+        let name = "n".repeat(length);
+        for case in [fp8(Dtype::Bf16, [131, 257], 2), mxfp4(BaseForm::Mxfp4, [2, 64, 5], 1)] {
+            let named = |info: &TensorInfo| TensorInfo { name: info.name.replacen('t', &name, 1), ..info.clone() };
+            let base: Vec<_> = case.base.iter().map(|(info, bytes)| (named(info), bytes.clone())).collect();
+            let target = [(named(&case.formed.0), case.formed.1.clone())];
+            let (pair, _) = Encode::new(&memory(&target)).base(&memory(&base)).to_memory().unwrap();
+            assert!(Apply::new(&pair).base(&memory(&base)).to_memory().unwrap()[0].1 == target[0].1);
+        }
+    }
 }
 
 #[test]
@@ -397,6 +433,93 @@ proptest! {
             check_applied(&pair, &case, &target[0]);
         } else {
             Apply::new(&pair).base(&base).verify().unwrap();
+        }
+    }
+}
+
+#[test]
+fn pairs_that_need_two_types_of_one_base_tensor_are_not_merged() {
+    let case = fp8(Dtype::Bf16, [131, 257], 2);
+    let first = Encode::new(&memory(std::slice::from_ref(&case.formed))).base(&memory(&case.base)).to_memory().unwrap().0;
+    let scales = [random("t_scale_inv", Dtype::Bf16, &[64], 3)];
+    let second = Encode::new(&memory(&scales)).base(&memory(&scales)).to_memory().unwrap().0;
+    assert_eq!(second.index().tensor(0).base_kind, BaseKind::Same);
+    for pairs in [[&first, &second], [&second, &first]] {
+        let Err(Error::NotMergeable(refused)) = Merge::new(pairs).to_memory() else { panic!() };
+        assert_eq!((refused.conflict, &refused.name[..]), (tpde::Conflict::Base, "t_scale_inv"));
+    }
+}
+
+/// A tensor of any dtype and a small shape, which may have no dims or no elements.
+fn any_tensor() -> impl Strategy<Value = (Dtype, Vec<u64>)> {
+    let dim = prop_oneof![Just(0u64), Just(1), Just(2), Just(3), Just(16), Just(32), Just(64), Just(128), Just(130)];
+    let dtypes =
+        [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::F8E4m3, Dtype::F8E5m2, Dtype::U8, Dtype::F8E8m0, Dtype::I8, Dtype::F64];
+    (0..dtypes.len(), proptest::collection::vec(dim, 0..4)).prop_map(move |(dtype, mut shape)| {
+        while shape.iter().product::<u64>() > 1 << 16 {
+            shape.pop();
+        }
+        (dtypes[dtype], shape)
+    })
+}
+
+/// A base of tensors that look like a quantised base of a target tensor, and may be none.
+fn any_base() -> impl Strategy<Value = (Owned, Vec<Owned>, EncodeOptions)> {
+    let names = ["t", "t_blocks", "t.blocks", "t_scale_inv", "t_scale", "t_scales", "t.scales"];
+    let fitting = prop_oneof![Just(0u8), Just(1), Just(2), Just(3), Just(4)];
+    let others = proptest::collection::vec((0..names.len(), any_tensor(), fitting), 0..5);
+    let options = (0..tpde::CodecChoice::ALL.len(), 0..3usize, any::<bool>(), 0..3u64);
+    (any_tensor(), others, options, any::<u64>()).prop_map(
+        move |((dtype, shape), others, (codec, format, derived, split), seed)| {
+            let target = random("t", dtype, &shape, seed);
+            let mut base = std::collections::BTreeMap::new();
+            for (name, (dtype, other), fitting) in others {
+                let mut shape = if fitting == 0 { other } else { shape.clone() };
+                let mut dtype = dtype;
+                let is_scales = name >= 3;
+                match (is_scales, fitting) {
+                    (false, 2) => dtype = Dtype::F8E4m3,
+                    (true, 2) => (dtype, shape) = (Dtype::F32, shape.iter().map(|dim| dim.div_ceil(128)).collect()),
+                    (_, 3 | 4) if shape.last().is_some_and(|last| last % 32 == 0) => {
+                        *shape.last_mut().unwrap() /= 32;
+                        shape.extend((!is_scales).then_some(16));
+                        dtype = if is_scales && fitting == 4 { Dtype::F8E8m0 } else { Dtype::U8 };
+                    }
+                    _ => {}
+                }
+                base.insert(names[name], random(names[name], dtype, &shape, seed ^ name as u64));
+            }
+            let format = [FormatVersion::V1_1, FormatVersion::V1_2, FormatVersion::V1_3][format];
+            let options = options().codec(tpde::CodecChoice::ALL[codec]).derived(derived).format(format);
+            let is_cut = split > 0 && !target.0.shape.is_empty() && format > FormatVersion::V1_1;
+            let options = if is_cut { options.split(format!("t=0:{}", split + 1).parse().unwrap()) } else { options };
+            (target, base.into_values().collect(), options)
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 400, failure_persistence: None, ..Config::default() })]
+
+    #[test]
+    fn a_base_that_does_not_fit_is_never_an_error((target, base, options) in any_base()) {
+        let target = [target];
+        let base = memory(&base);
+        let is_whole = options.split.is_empty();
+        let (pair, report) = Encode::new(&memory(&target)).base(&base).options(options).to_memory().unwrap();
+        let entries = Apply::new(&pair).base(&base).to_memory().unwrap();
+        let mut found = vec![0; target[0].1.len()];
+        for (entry, (_, bytes)) in pair.index().tensors().zip(&entries) {
+            place(&mut found, &target[0].0, &entry.rectangle(), bytes);
+        }
+        prop_assert!(found == target[0].1);
+        Apply::new(&pair).base(&base).verify().unwrap();
+        let has_base = base.tensors().iter().any(|info| ["t", "t_blocks", "t.blocks"].contains(&&info.name[..]));
+        prop_assert_eq!(report.added.is_empty(), has_base);
+        // A base that is not used has a reason, unless nothing is stored.
+        let is_none = report.tensors[0].base_kind == BaseKind::None && report.tensors[0].payload_bytes > 0;
+        if is_whole && has_base && is_none && base.find("t").is_some() {
+            prop_assert_eq!(report.unused.len(), 1);
         }
     }
 }

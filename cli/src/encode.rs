@@ -3,6 +3,7 @@
 use super::common::Common;
 use super::device::{DeviceName, open_cuda};
 use super::inputs::{CodecArgs, jobs, named, open, operands};
+use super::renames::{Suggested, rename, suggested};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -13,8 +14,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{
-    BaseKind, Checkpoint, EncodeOptions, EncodeReport, Error, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint,
-    Split, TensorReport,
+    BaseKind, Checkpoint, EncodeOptions, EncodeReport, Error, Escaped, FileSource, FormatVersion, PairPaths, Result,
+    SafetensorsCheckpoint, Split, TensorReport, UnusedBase, UnusedCause,
 };
 
 /// Maximum size of a rename map in bytes.
@@ -42,7 +43,8 @@ pub struct Encode {
     pub no_base: bool,
     #[command(flatten)]
     pub made: PairArgs,
-    /// Pair a target tensor with a base tensor of another name; may be repeated
+    /// Pair a target tensor with a base tensor of another name; may be repeated. With * in both names, all tensors whose names match:
+    /// 'model.language_model.*=model.*' replaces a prefix
     #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
     pub rename: Vec<(String, String)>,
     /// JSON file that maps names of target tensors to names of base tensors: {"target name": "base name", ...}
@@ -64,7 +66,7 @@ pub struct PairArgs {
     pub force: bool,
     #[command(flatten)]
     pub codec: CodecArgs,
-    /// Newest version of the format that the pair may use. 1.2 refuses bases of another dtype. 1.1 is for readers that do not
+    /// Newest version of the format that the pair may use. 1.2 has no bases of another dtype. 1.1 is for readers that do not
     /// know 1.2; its pair digest does not cover payloads
     #[arg(long, value_name = "VERSION", default_value = FormatVersion::default().name(), value_parser = named(FormatVersion::ALL, FormatVersion::name))]
     pub format: FormatVersion,
@@ -118,10 +120,6 @@ pub struct Written {
     seconds: f64,
 }
 
-fn rename(text: &str) -> Result<(String, String), &'static str> {
-    text.split_once('=').map(|(target, base)| (target.to_owned(), base.to_owned())).ok_or("expected TARGET=BASE")
-}
-
 /// Describes what was written.
 #[derive(Serialize)]
 pub struct Report {
@@ -142,8 +140,14 @@ pub struct Report {
     threads: usize,
     /// Tensors that are not in the base.
     added: Vec<String>,
-    /// Tensors whose base has another dtype or other trailing dims. They are stored without a base.
+    /// Tensors whose base has another dtype. They are stored without a base.
     retyped: Vec<String>,
+    /// Tensors whose base has other dims, not only another number of rows. They are stored without a base.
+    reshaped: Vec<String>,
+    /// Tensors that are smaller without their base, which has their dtype and shape. They are stored without a base.
+    unrelated: Vec<String>,
+    /// Base tensors that are not used, or not as they were meant, with reasons. Includes those of the three lists above.
+    unused_bases: Vec<UnusedBase>,
     /// Tensors whose base has another dtype, and was converted or dequantised.
     derived: Vec<String>,
     /// Tensors whose base has another number of rows.
@@ -152,6 +156,10 @@ pub struct Report {
     removed: Vec<String>,
     /// Other files in the target's folder.
     not_included: Vec<String>,
+    /// A pattern for `--rename` that pairs many of `added` with many of `removed`.
+    suggested_rename: Option<String>,
+    #[serde(skip)]
+    note: Option<String>,
     tensors: Vec<TensorReport>,
 }
 
@@ -162,10 +170,9 @@ impl Encode {
 
     fn encode(&self, common: &Common) -> Result<Report> {
         let (base, target) = operands(&self.first, self.second.as_deref());
-        let renamed = self.renamed()?;
         let base = base.map(open).transpose()?;
         let target = open(target)?;
-        let options = self.made.options().renamed(renamed.clone());
+        let options = self.made.options().renamed(self.renamed()?);
         let written = match self.device {
             DeviceName::Cpu => {
                 let mut encode = tpde::Encode::new(&target).options(options).inputs(&self.rename_map);
@@ -176,8 +183,7 @@ impl Encode {
             }
             DeviceName::Cuda(ordinal) => self.encode_on(&open_cuda(ordinal)?, base.as_ref(), &target, options, common)?,
         };
-        let base = base.as_ref().map(|base| base as &dyn Checkpoint);
-        Ok(Report { not_included: target.not_included().to_vec(), ..Report::new(written, base, &renamed) })
+        Ok(Report { not_included: target.not_included().to_vec(), ..Report::new(written, base.is_some()) })
     }
 
     /// Copies both checkpoints to a device, and encodes there.
@@ -227,20 +233,20 @@ impl Encode {
 }
 
 impl Report {
-    /// The report of a pair that was written. `renamed` maps names of target tensors to names of base tensors.
-    pub fn new(written: Written, base: Option<&dyn Checkpoint>, renamed: &BTreeMap<String, String>) -> Self {
+    /// The report of a pair that was written.
+    pub fn new(written: Written, has_base: bool) -> Self {
         let Written { paths, report, seconds } = written;
-        let in_base = |name: &str| {
-            let name = renamed.get(name).map_or(name, String::as_str);
-            base.is_some_and(|base| base.find(name).is_some())
-        };
         let names = |wanted: &dyn Fn(&TensorReport) -> bool| -> Vec<String> {
             report.tensors.iter().filter(|tensor| wanted(tensor)).map(|tensor| tensor.name.clone()).collect()
         };
-        let has_base = base.is_some();
-        let retyped = names(&|tensor| tensor.base_kind == BaseKind::None && in_base(&tensor.name));
-        let base_of = |name: &String| renamed.get(name).unwrap_or(name).clone();
-        let paired: BTreeSet<_> = retyped.iter().map(base_of).collect();
+        let unused = |cause: UnusedCause| {
+            let of_cause = report.unused.iter().filter(|unused| unused.cause == cause);
+            of_cause.map(|unused| unused.tensor.clone()).collect::<Vec<_>>()
+        };
+        let paired: BTreeSet<_> = report.unused.iter().map(|unused| &unused.base).collect();
+        let removed: Vec<_> = report.removed.iter().filter(|name| !paired.contains(name)).cloned().collect();
+        let suggested = suggested(&report.added, &removed);
+        let note = note(&report, &removed, suggested.as_ref());
         let stored_bytes = report.index_bytes + report.blob_bytes;
         Self {
             index: JsonPath(paths.index),
@@ -258,15 +264,38 @@ impl Report {
             seconds,
             gb_per_second: text::speed(report.target_bytes, seconds),
             threads: rayon::current_num_threads(),
-            added: names(&|tensor| has_base && tensor.base_kind == BaseKind::None && !in_base(&tensor.name)),
+            added: if has_base { report.added } else { Vec::new() },
             derived: names(&|tensor| tensor.base_kind.is_derived()),
             resized: names(&|tensor| tensor.base_kind == BaseKind::Prefix),
-            removed: report.removed.iter().filter(|name| !paired.contains(*name)).cloned().collect(),
-            retyped,
+            retyped: unused(UnusedCause::Dtype),
+            reshaped: unused(UnusedCause::Shape),
+            unrelated: unused(UnusedCause::Larger),
+            removed,
+            unused_bases: report.unused,
             not_included: Vec::new(),
+            suggested_rename: suggested.map(|suggested| suggested.pattern),
+            note,
             tensors: report.tensors,
         }
     }
+}
+
+/// A question about bases that are probably not those that were meant.
+fn note(report: &EncodeReport, removed: &[String], suggested: Option<&Suggested>) -> Option<String> {
+    if let Some(Suggested { pattern, tensors }) = suggested {
+        let tensors = text::counted(*tensors, "tensor");
+        return Some(format!(
+            "the base has {tensors} of the target under another prefix: is --rename '{}' meant?",
+            Escaped(pattern)
+        ));
+    }
+    if !removed.is_empty() && !report.added.is_empty() && report.tensors.iter().all(|tensor| report.added.contains(&tensor.name)) {
+        let note = "no tensor of the target is in the base: is it the right base? --rename and --rename-map give other names";
+        return Some(note.to_owned());
+    }
+    let is_unrelated = report.unused.iter().any(|unused| unused.cause == UnusedCause::Larger);
+    let is_related = report.tensors.iter().any(|tensor| tensor.base_kind != BaseKind::None && tensor.lanes > 0);
+    (is_unrelated && !is_related).then(|| "no tensor is smaller with its base: is it the right base?".to_owned())
 }
 
 fn read_map(path: &Path) -> Result<BTreeMap<String, String>> {
@@ -311,9 +340,15 @@ impl fmt::Display for Report {
                 ),
             ),
         ];
+        let is_listed = |cause| matches!(cause, UnusedCause::Dtype | UnusedCause::Shape | UnusedCause::Larger);
+        let others = self.unused_bases.iter().filter(|unused| !is_listed(unused.cause));
+        let unused: Vec<_> = others.map(|unused| format!("{} for {} ({})", unused.base, unused.tensor, unused.reason)).collect();
         let lists = [
             ("added", &self.added, "tensor", "stored whole"),
-            ("retyped", &self.retyped, "tensor", "another dtype or shape, stored whole"),
+            ("retyped", &self.retyped, "tensor", "the base has another dtype, stored whole"),
+            ("reshaped", &self.reshaped, "tensor", "the base has another shape, stored whole"),
+            ("unrelated", &self.unrelated, "tensor", "smaller without the base, stored whole"),
+            ("unused", &unused, "base tensor", "not used as it was meant"),
             ("derived", &self.derived, "tensor", "from a base of another dtype"),
             ("resized", &self.resized, "tensor", "another number of rows"),
             ("removed", &self.removed, "tensor", "in the base only"),
@@ -325,10 +360,7 @@ impl fmt::Display for Report {
                 facts.push((label, format!("{count}, {why}: {}", text::some(names))));
             }
         }
-        if !self.removed.is_empty() && self.added.len() == self.tensors.len() {
-            let note = "no tensor of the target is in the base: is it the right base? --rename and --rename-map give other names";
-            facts.push(("note", note.to_owned()));
-        }
+        facts.extend(self.note.iter().map(|note| ("note", note.clone())));
         text::facts(f, &facts)
     }
 }

@@ -54,8 +54,7 @@ impl Fold {
             DeviceName::Cpu => self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", common)?,
             DeviceName::Cuda(ordinal) => self.fold_on(&open_cuda(ordinal)?, &chain, &opened, common)?,
         };
-        let base = (!self.chain.no_base).then(|| opened.base());
-        Ok(Report::new(written, base, &chain.renamed()))
+        Ok(Report::new(written, !self.chain.no_base))
     }
 
     /// Copies the base to a device, and applies the pairs and encodes there.
@@ -96,6 +95,6 @@ impl Revert {
         let opened = self.chain.open()?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
         let written = self.made.write(Encode::revert(&chain).options(self.made.options()), "revert", common)?;
-        Ok(Report::new(written, Some(&chain as &dyn Checkpoint), &chain.renamed_back()))
+        Ok(Report::new(written, true))
     }
 }

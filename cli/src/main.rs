@@ -18,6 +18,7 @@ mod inputs;
 mod inspect;
 mod man;
 mod merge;
+mod renames;
 mod signals;
 #[cfg(feature = "store")]
 mod store;

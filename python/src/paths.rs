@@ -118,6 +118,8 @@ pub fn encode_report(report: &EncodeReport, output: &Path, not_included: &[Strin
         "blob_bytes": report.blob_bytes,
         "tensors": report.tensors,
         "removed": report.removed,
+        "added": report.added,
+        "unused": report.unused,
         "not_included": not_included,
     })
     .to_string()

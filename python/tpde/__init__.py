@@ -77,7 +77,7 @@ from ._errors import (
 from ._chain import fold, revert
 from ._merge import MergeReport, merge, subset
 from ._open import SafeSlice, safe_open
-from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, VerifyReport, apply, encode, inspect, verify
+from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, UnusedBase, VerifyReport, apply, encode, inspect, verify
 from ._slices import Slice
 from ._tpde import __version__
 
@@ -130,6 +130,7 @@ __all__ = [
     "UnexpectedPair",
     "UnknownVersion",
     "Unreachable",
+    "UnusedBase",
     "VerifyReport",
     "WrongBase",
     "__version__",

@@ -76,6 +76,22 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
+class UnusedBase:
+    """A base tensor that was found for a target tensor, and is not used, or not as it was meant."""
+
+    #: Name of the target tensor.
+    tensor: str
+    #: Name of the base tensor.
+    base: str
+    #: ``"dtype"`` or ``"shape"`` (the base tensor has another), ``"scales"`` (those of a quantised base tensor do not fit),
+    #: ``"blocks"`` (a part of the target has a part of a block), ``"held"`` (the base has only some elements), or ``"larger"`` (the
+    #: pair is smaller without it).
+    cause: str
+    #: What was expected and found.
+    reason: str
+
+
+@dataclass(frozen=True)
 class EncodeReport:
     """Results of encoding."""
 
@@ -88,6 +104,10 @@ class EncodeReport:
     tensors: list[TensorReport] = field(repr=False)
     #: Base tensors that no target tensor uses.
     removed: list[str] = field(repr=False)
+    #: Target tensors for which the base has no tensor. Empty without a base.
+    added: list[str] = field(repr=False)
+    #: Base tensors that were found for target tensors, and are not used, or not as they were meant.
+    unused: list[UnusedBase] = field(repr=False)
     #: Other files in the target's folder, which are not part of the pair.
     not_included: list[str] = field(repr=False)
     #: Names of tied tensors that were left out because the base has their memory under another name, by that name.
@@ -175,6 +195,8 @@ def report(kind: type[T], text: str) -> T:
         for tensor in values["tensors"]:
             tensor["shape"] = tuple(tensor["shape"])
         values["tensors"] = [TensorReport(**tensor) for tensor in values["tensors"]]
+    if isinstance(values.get("unused"), list):
+        values["unused"] = [UnusedBase(**one) for one in values["unused"]]
     return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})  # type: ignore[arg-type]
 
 
@@ -252,7 +274,8 @@ def encode(
             - ``"size"``: Archives and slow links. Smallest, and slower.
         chunk_lanes: Maximum lanes per chunk, a power of two of at least 4096.
         layout: Layout of codec zstd. ``None`` chooses one per chunk.
-        renamed: Tensors that have another name in the base: target name to base name.
+        renamed: Tensors that have another name in the base: target name to base name. With ``*`` in both names, all tensors
+            whose names match: ``{"model.language_model.*": "model.*"}`` replaces a prefix.
         format: Newest version of the format that the pair may use. ``None`` means ``"1.3"``, which only derived bases need; ``"1.1"``
             is for readers that do not know 1.2, and its pair digest does not cover payloads.
         payload_digests: Whether the digest of each payload is stored, 16 bytes per chunk. Readers of a part of the pair then

@@ -1,20 +1,81 @@
 //! Finds the base of a target tensor: a tensor of the base, or tensors of other dtypes from which its base lanes are formed.
 
 use super::options::EncodeOptions;
+use super::plan::is_prefix;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::Formed;
 use crate::derived::{BaseForm, is_cast};
-use crate::error::{Error, Escaped, Result, Rule};
+use crate::error::Escaped;
+use crate::format::{FormatVersion, MAX_NAME_SIZE, named};
 use crate::lane::Dtype;
 use crate::rectangle::Rectangle;
 use crate::writer::DerivedSpec;
+use serde::Serialize;
+
+named! {
+    /// The reason why a target tensor is not encoded from a base tensor.
+    enum UnusedCause as "cause" {
+        /// The base tensor has another dtype, and is not converted.
+        Dtype => "dtype",
+        /// The base tensor has other dimensions, not only another number of rows.
+        Shape => "shape",
+        /// The base tensor is quantised, and its tensor of scales is missing or has another dtype or shape.
+        Scales => "scales",
+        /// The base tensor is quantised in blocks, and a part of the target has a part of a block.
+        Blocks => "blocks",
+        /// The base holds only some elements of the base tensor, and lanes of another dtype would be formed from all.
+        Held => "held",
+        /// The pair is smaller without the base tensor, which may be unrelated.
+        Larger => "larger",
+    }
+}
+
+/// A base tensor that was found for a target tensor, and is not used, or not as it was meant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct UnusedBase {
+    /// Name of the target tensor.
+    pub tensor: String,
+    /// Name of the base tensor.
+    pub base: String,
+    /// The kind of reason.
+    pub cause: UnusedCause,
+    /// What was expected and found.
+    pub reason: String,
+}
 
 /// The base of a target tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FoundBase {
-    /// Index of the base tensor. It has the dtype of the target unless `derived` is set, or it is not used.
+    /// Index of the base tensor. It has the dtype of the target unless `derived` is set.
     pub base: usize,
     pub derived: Option<Derivation>,
+}
+
+/// The base of a target tensor, and a base tensor that does not fit. Both are set if the second one is used in another way.
+#[derive(Debug, Default)]
+pub(super) struct Candidates {
+    pub found: Option<FoundBase>,
+    pub unused: Option<UnusedBase>,
+}
+
+impl Candidates {
+    fn found(base: usize, derived: Option<Derivation>) -> Self {
+        Self { found: Some(FoundBase { base, derived }), unused: None }
+    }
+
+    fn unused(info: &TensorInfo, of: &TensorInfo, cause: UnusedCause, reason: String) -> Self {
+        Self { found: None, unused: Some(UnusedBase { tensor: info.name.clone(), base: of.name.clone(), cause, reason }) }
+    }
+
+    /// The base of `other`, if these candidates have none.
+    fn or(self, other: impl FnOnce() -> Self) -> Self {
+        if self.found.is_some() {
+            return self;
+        }
+        let other = other();
+        Self { found: other.found, unused: self.unused.or(other.unused) }
+    }
 }
 
 /// How base lanes are formed.
@@ -57,83 +118,90 @@ const MXFP4_NAMES: [(&str, &str, BaseForm); 2] =
 /// The base of target tensor `info`, whose name in the base is `name`. If the base has no tensor of that name, tensors named
 /// `NAME_blocks` or `NAME.blocks` are its base, if their dtype and shape are those of MXFP4.
 ///
-/// # Errors
-/// [`Error::Invalid`] with rule `base.tensor` if the tensor of scales of such a tensor, or `NAME_scale_inv` of a tensor of F8_E4M3,
-/// is missing or has another dtype or shape.
-pub(super) fn find_base(
-    base: &dyn Checkpoint,
-    name: &str,
-    info: &TensorInfo,
-    options: &EncodeOptions,
-) -> Result<Option<FoundBase>> {
-    let plain = base.find(name).map(|base| FoundBase { base, derived: None });
-    if !options.derived || plain.is_some_and(|found| base.tensors()[found.base].dtype == info.dtype) {
-        return Ok(plain);
-    }
-    let Some(found) = plain else {
-        let blocks = MXFP4_NAMES.iter().find_map(|names| base.find(&format!("{name}{}", names.0)));
-        return Ok(blocks.map(|blocks| mxfp4(base, blocks, info)).transpose()?.flatten());
+/// These are guesses: what does not fit is not used.
+pub(super) fn find_base(base: &dyn Checkpoint, name: &str, info: &TensorInfo, options: &EncodeOptions) -> Candidates {
+    let is_derived = options.derived && options.format >= FormatVersion::V1_3;
+    let Some(index) = base.find(name) else {
+        let blocks = MXFP4_NAMES.iter().filter(|_| is_derived).filter_map(|names| find_guessed(base, name, names.0));
+        return blocks.fold(Candidates::default(), |found, blocks| found.or(|| mxfp4(base, blocks, info)));
     };
-    let of = &base.tensors()[found.base];
-    match of.dtype {
-        Dtype::U8 => Ok(mxfp4(base, found.base, info)?.or(plain)),
-        Dtype::F8E4m3 => Ok(fp8(base, found.base, info)?.or_else(|| cast(of, info, found.base)).or(plain)),
-        _ => Ok(cast(of, info, found.base).or(plain)),
+    let of = &base.tensors()[index];
+    if of.dtype == info.dtype {
+        return match of.shape == info.shape || is_prefix(&of.shape, &info.shape) {
+            true => Candidates::found(index, None),
+            false => {
+                Candidates::unused(info, of, UnusedCause::Shape, differs(&format!("{:?}", info.shape), &format!("{:?}", of.shape)))
+            }
+        };
     }
+    let formed = match of.dtype {
+        _ if !is_derived => Candidates::default(),
+        Dtype::U8 => mxfp4(base, index, info),
+        Dtype::F8E4m3 => fp8(base, index, info).or(|| cast(of, info, index)),
+        _ => cast(of, info, index),
+    };
+    formed.or(|| Candidates::unused(info, of, UnusedCause::Dtype, differs(info.dtype.name(), of.dtype.name())))
 }
 
 /// Whether [`find_base`] may find a base of this name.
 pub(super) fn has_base(base: &dyn Checkpoint, name: &str) -> bool {
-    base.find(name).is_some() || MXFP4_NAMES.iter().any(|names| base.find(&format!("{name}{}", names.0)).is_some())
+    base.find(name).is_some() || MXFP4_NAMES.iter().any(|names| find_guessed(base, name, names.0).is_some())
 }
 
-fn cast(of: &TensorInfo, info: &TensorInfo, base: usize) -> Option<FoundBase> {
-    let is_base = is_cast(of.dtype, info.dtype) && of.shape == info.shape;
-    is_base.then_some(FoundBase { base, derived: Some(Derivation::Cast(of.dtype)) })
+/// A tensor whose name is derived from that of another tensor, if the format can hold that name.
+fn find_guessed(base: &dyn Checkpoint, stem: &str, suffix: &str) -> Option<usize> {
+    base.find(&format!("{stem}{suffix}")).filter(|_| stem.len() + suffix.len() <= MAX_NAME_SIZE as usize)
 }
 
-fn fp8(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Result<Option<FoundBase>> {
+fn differs(expected: &str, found: &str) -> String {
+    format!("expected {expected}, found {found}")
+}
+
+fn cast(of: &TensorInfo, info: &TensorInfo, base: usize) -> Candidates {
+    match is_cast(of.dtype, info.dtype) {
+        false => Candidates::default(),
+        true if of.shape == info.shape => Candidates::found(base, Some(Derivation::Cast(of.dtype))),
+        true => Candidates::unused(info, of, UnusedCause::Shape, differs(&format!("{:?}", info.shape), &format!("{:?}", of.shape))),
+    }
+}
+
+fn fp8(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Candidates {
     let (form, of) = (BaseForm::Fp8Blocks, &base.tensors()[index]);
     if !form.fits(info.dtype, &info.shape) || of.shape != info.shape {
-        return Ok(None);
+        return Candidates::default();
     }
-    let scales = match base.find(&format!("{}_scale_inv", of.name)) {
-        Some(scales) => Some(checked_scales(base, scales, form, info)?),
-        // Other publishers have scales of other shapes under this name.
-        None => base.find(&format!("{}_scale", of.name)).filter(|&scales| is_scales(&base.tensors()[scales], form, info)),
-    };
-    Ok(scales.map(|scales| FoundBase { base: index, derived: Some(Derivation::Dequantised(form, scales)) }))
+    let scales = ["_scale_inv", "_scale"].into_iter().filter_map(|suffix| find_guessed(base, &of.name, suffix));
+    scales.fold(Candidates::default(), |found, scales| found.or(|| with_scales(base, index, Some(scales), form, info)))
 }
 
-fn mxfp4(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Result<Option<FoundBase>> {
+fn mxfp4(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Candidates {
     let of = &base.tensors()[index];
     let named = MXFP4_NAMES.iter().find_map(|(blocks, scales, form)| Some((of.name.strip_suffix(blocks)?, scales, *form)));
-    let Some((stem, suffix, usual)) = named else { return Ok(None) };
+    let Some((stem, suffix, usual)) = named else { return Candidates::default() };
     let other = if usual == BaseForm::Mxfp4 { BaseForm::Mxfp4Transposed } else { BaseForm::Mxfp4 };
     let fits = |form: &BaseForm| {
         of.dtype == form.base_dtype() && form.fits(info.dtype, &info.shape) && of.shape == form.base_shape(&info.shape)
     };
-    let Some(form) = [usual, other].into_iter().find(fits) else { return Ok(None) };
-    let name = format!("{stem}{suffix}");
-    let missing = || scales_fault(&name, form, info, "none");
-    let scales = checked_scales(base, base.find(&name).ok_or_else(missing)?, form, info)?;
-    Ok(Some(FoundBase { base: index, derived: Some(Derivation::Dequantised(form, scales)) }))
-}
-
-fn is_scales(scales: &TensorInfo, form: BaseForm, info: &TensorInfo) -> bool {
-    scales.dtype == form.scales_dtype() && scales.shape == form.scales_dims(&info.shape)
-}
-
-fn checked_scales(base: &dyn Checkpoint, scales: usize, form: BaseForm, info: &TensorInfo) -> Result<usize> {
-    let of = &base.tensors()[scales];
-    match is_scales(of, form, info) {
-        true => Ok(scales),
-        false => Err(scales_fault(&of.name, form, info, &format!("{} {:?}", of.dtype, of.shape))),
+    match [usual, other].into_iter().find(fits) {
+        Some(form) => with_scales(base, index, find_guessed(base, stem, suffix), form, info),
+        None => {
+            let (dtype, shape) = (info.dtype, &info.shape);
+            let expected = format!("blocks of MXFP4 for {dtype} {shape:?}");
+            Candidates::unused(info, of, UnusedCause::Shape, differs(&expected, &format!("{} {:?}", of.dtype, of.shape)))
+        }
     }
 }
 
-fn scales_fault(name: &str, form: BaseForm, info: &TensorInfo, found: &str) -> Error {
+/// The quantised base `index`, if its tensor of scales has the dtype and shape of the form.
+fn with_scales(base: &dyn Checkpoint, index: usize, scales: Option<usize>, form: BaseForm, info: &TensorInfo) -> Candidates {
     let (dtype, shape) = (form.scales_dtype(), form.scales_dims(&info.shape));
-    let expected = format_args!("tensor of scales {} of {dtype} {shape:?}", Escaped(name));
-    Rule::BaseTensor.broken(expected, found).in_tensor(&info.name)
+    let found = match scales.map(|scales| (scales, &base.tensors()[scales])) {
+        Some((scales, of)) if of.dtype == dtype && of.shape == shape => {
+            return Candidates::found(index, Some(Derivation::Dequantised(form, scales)));
+        }
+        Some((_, of)) => format!("{} with {} {:?}", Escaped(&of.name), of.dtype, of.shape),
+        None => "none".to_owned(),
+    };
+    let reason = differs(&format!("scales of {dtype} {shape:?}"), &found);
+    Candidates::unused(info, &base.tensors()[index], UnusedCause::Scales, reason)
 }

@@ -1,12 +1,13 @@
 //! The entries of a pair with parts or derived bases: which rectangles of which tensors.
 
-use super::bases::{FoundBase, find_base};
+use super::bases::{Derivation, FoundBase, UnusedBase, UnusedCause, find_base};
 use super::options::EncodeOptions;
-use super::plan::{Plan, is_prefix, lanes, plan, plan_from};
+use super::plan::{Plan, lanes, plan, plan_from};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::{Cut, Piece};
+use crate::cut::{Cut, Formed, Piece};
 use crate::error::{Error, Escaped, PartNotHeld, Result};
-use crate::format::FormatVersion;
+use crate::format::{BaseKind, FormatVersion};
+use crate::index::{Tensor, ValidatedIndex};
 use crate::rectangle::{Rectangle, Runs, part_fault, precedes};
 use crate::writer::{DerivedSpec, PartSpec};
 
@@ -26,13 +27,6 @@ impl<'a> Selection<'a> {
         let entries = Entries::new(base, target, options)?;
         if entries.as_ref().is_some_and(Entries::has_parts) && options.format == FormatVersion::V1_1 {
             return Err(Error::InvalidArgument("parts of tensors need format 1.2".into()));
-        }
-        let derived = entries.as_ref().and_then(Entries::first_derived);
-        if let Some(name) = derived.filter(|_| options.format < FormatVersion::V1_3) {
-            let (name, format) = (Escaped(name), options.format);
-            return Err(Error::InvalidArgument(format!(
-                "the base of tensor {name} has another dtype, which needs format 1.3, not {format}; without derived bases it is stored whole"
-            )));
         }
         Ok(Self { base, target, entries })
     }
@@ -114,18 +108,13 @@ impl<'a> Entries<'a> {
         let mut entries = Self { target: Cut::new(target), base: base.map(Cut::new), bases, derived, parts, is_complete: true };
         for (number, info) in target.tensors().iter().enumerate() {
             lanes(info)?;
-            let base_name = options.renamed.get(&info.name).unwrap_or(&info.name);
-            let found = match base {
-                Some(base) => find_base(base, base_name, info, options)?.map(|found| (base, found)),
-                None => None,
+            let found = base.and_then(|base| Some((base, find_base(base, options.base_name(&info.name), info, options).found?)));
+            let is_resized = |(base, found): (&dyn Checkpoint, FoundBase)| {
+                found.derived.is_none() && base.tensors()[found.base].shape != info.shape
             };
-            let resized = found.is_some_and(|(base, found)| {
-                let base = &base.tensors()[found.base];
-                base.dtype == info.dtype && is_prefix(&base.shape, &info.shape)
-            });
             let parts = match options.cuts.get(&info.name) {
                 Some(rectangles) => checked(info, rectangles)?,
-                None if resized => Vec::new(),
+                None if found.is_some_and(is_resized) => Vec::new(),
                 None => options.split.parts(info)?,
             };
             let whole = Rectangle::whole(&info.shape);
@@ -140,7 +129,8 @@ impl<'a> Entries<'a> {
             }
             entries.is_complete &= covered == whole.elements();
         }
-        let is_cut = entries.has_parts() || entries.first_derived().is_some() || entries.parts.len() < target.tensors().len();
+        let is_derived = entries.derived.iter().any(Option::is_some);
+        let is_cut = entries.has_parts() || is_derived || entries.parts.len() < target.tensors().len();
         Ok(is_cut.then_some(entries))
     }
 
@@ -152,11 +142,8 @@ impl<'a> Entries<'a> {
         }
         for (i, info) in target.tensors().iter().enumerate() {
             lanes(info)?;
-            let found = match base {
-                Some(base) => find_base(base, options.renamed.get(&info.name).unwrap_or(&info.name), info, options)?,
-                None => None,
-            };
-            let of_base = found.zip(base).is_none_or(|(found, base)| found.derived.is_none() && base.is_whole(found.base));
+            let found = base.and_then(|base| Some((base, find_base(base, options.base_name(&info.name), info, options).found?)));
+            let of_base = found.is_none_or(|(base, found)| found.derived.is_none() && base.is_whole(found.base));
             if !of_base || !target.is_whole(i) {
                 return Ok(false);
             }
@@ -167,12 +154,6 @@ impl<'a> Entries<'a> {
     /// Whether an entry is a part of a tensor.
     fn has_parts(&self) -> bool {
         self.parts.iter().any(Option::is_some)
-    }
-
-    /// Name of the first tensor whose base is derived.
-    pub fn first_derived(&self) -> Option<&str> {
-        let entry = self.derived.iter().position(Option::is_some)?;
-        Some(&self.target.tensors()[entry].name)
     }
 
     fn push(
@@ -186,34 +167,24 @@ impl<'a> Entries<'a> {
         let shape = part.as_ref().map_or(&info.shape, |part| &part.extent);
         let cut = TensorInfo { shape: shape.clone(), ..info.clone() };
         self.target.push(cut, Piece::of(number, part.as_ref().map(runs)));
-        // The base of a part is the same rectangle of a tensor of the same dtype and shape, or of a formed one. The base of a
-        // tensor may have other rows.
-        let is_base = |base: &TensorInfo| {
-            base.dtype == info.dtype && (base.shape == info.shape || part.is_none() && is_prefix(&base.shape, &info.shape))
-        };
         let (mut entry_base, mut derived) = (None, None);
         if let (Some((base, found)), Some(cut)) = (found, self.base.as_mut()) {
             let base_info = &base.tensors()[found.base];
             let whole = || Rectangle::whole(if found.derived.is_some() { &info.shape } else { &base_info.shape });
             let needed = part.clone().unwrap_or_else(whole);
             let piece = match found.derived {
-                None if is_base(base_info) => {
+                // The base of a part is the same rectangle of a tensor of the same shape. That of a tensor may have other rows.
+                None if part.is_none() || base_info.shape == info.shape => {
                     if !holds_part(base, found.base, "base", info, &needed)? {
                         return Err(not_held("base", info, &needed, Vec::new()));
                     }
                     Some(Piece::of(found.base, part.as_ref().map(runs)))
                 }
                 None => None,
-                Some(derivation) => match derivation.formed(found.base, info, &needed) {
-                    Some(formed) if !formed.is_held(base, 0, bytes_of(info, &needed)) => {
-                        return Err(not_held("base", info, &needed, Vec::new()));
-                    }
-                    Some(formed) => {
-                        derived = Some(derivation.spec(base));
-                        Some(Piece::Formed(formed))
-                    }
-                    None => None,
-                },
+                Some(derivation) => formed(base, found.base, derivation, info, &needed).ok().map(|formed| {
+                    derived = Some(derivation.spec(base));
+                    Piece::Formed(formed)
+                }),
             };
             if let Some(piece) = piece {
                 let dtype = info.dtype;
@@ -235,6 +206,50 @@ impl<'a> Entries<'a> {
             Ok(Plan { part: part.clone().map(Box::new), ..plan.derived_from(self.derived[i].clone()) })
         };
         self.parts.iter().enumerate().map(plan).collect()
+    }
+}
+
+/// The base tensors of `base` that were found for tensors of `target` and are not used, or not as they were meant.
+pub(super) fn unused_bases(
+    base: &dyn Checkpoint,
+    target: &dyn Checkpoint,
+    options: &EncodeOptions,
+    index: &ValidatedIndex,
+) -> Vec<UnusedBase> {
+    let unused = |info: &TensorInfo| {
+        let candidates = find_base(base, options.base_name(&info.name), info, options);
+        let without_base = || index.entries(&info.name).into_iter().filter(|entry| entry.base_kind == BaseKind::None);
+        let (Some(found), None) = (candidates.found, &candidates.unused) else { return candidates.unused };
+        let refused = |derivation: Derivation| {
+            without_base().find_map(|entry| formed(base, found.base, derivation, info, &entry.rectangle()).err())
+        };
+        let is_larger = || {
+            let entries = index.entries(&info.name).into_iter();
+            let is_coded = |entry: Tensor<'_>| entry.chunks().any(|chunk| index.records()[chunk as usize].num_deltas.get() > 0);
+            without_base().count() == entries.count() && without_base().any(is_coded)
+        };
+        let larger = || is_larger().then(|| (UnusedCause::Larger, "the pair is smaller without it".to_owned()));
+        let (cause, reason) = found.derived.and_then(refused).or_else(larger)?;
+        let (tensor, base) = (info.name.clone(), base.tensors()[found.base].name.clone());
+        Some(UnusedBase { tensor, base, cause, reason })
+    };
+    target.tensors().iter().filter_map(unused).collect()
+}
+
+/// The derived base lanes of a part of a target tensor, or the reason why they cannot be formed.
+fn formed(
+    base: &dyn Checkpoint,
+    base_index: usize,
+    derivation: Derivation,
+    info: &TensorInfo,
+    part: &Rectangle,
+) -> Result<Formed, (UnusedCause, String)> {
+    match derivation.formed(base_index, info, part) {
+        None => Err((UnusedCause::Blocks, format!("expected parts of whole blocks, found {part}"))),
+        Some(formed) if !formed.is_held(base, 0, bytes_of(info, part)) => {
+            Err((UnusedCause::Held, format!("expected all elements of {part}, found only some")))
+        }
+        Some(formed) => Ok(formed),
     }
 }
 

@@ -11,12 +11,14 @@ mod explain;
 mod options;
 mod plan;
 mod processor;
+mod renames;
 mod run;
 mod split;
 mod survey;
 mod train;
 mod ways;
 
+pub use bases::{UnusedBase, UnusedCause};
 pub use builder::{Encode, Streamed};
 pub use explain::{Explain, Explanation, TableSetReport, TensorExplanation, WayReport};
 pub use options::{CodecChoice, EncodeOptions, Favor};

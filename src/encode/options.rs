@@ -1,7 +1,10 @@
 //! Encode options.
 
+use super::renames::resolve;
 use super::split::Split;
+use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, DecodeCost, Layout};
+use crate::error::Result;
 use crate::format::{Form, FormatVersion, named, parsed_by_name};
 use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
@@ -25,10 +28,15 @@ pub struct EncodeOptions {
     pub chunk_lanes: u64,
     /// Whether codec `conditioned` favors a small pair or fast decoding.
     pub favor: Favor,
-    /// Renamed tensors: a map from the name in the target to the name in the base.
+    /// Renamed tensors: a map from the name in the target to the name in the base. Names with `*` are patterns: `A.*` with `B.*`
+    /// gives each tensor of the target whose name begins with `A.` the base tensor whose name begins with `B.` and ends alike. A
+    /// tensor keeps its name if the base has no tensor of the name that a pattern gives. Tensors that the map names are not
+    /// matched with patterns. Of several patterns that match, the longest applies.
     pub renamed: BTreeMap<String, String>,
     /// Whether base tensors of another dtype are used: base kinds `cast` and `dequantised`. The default is `true`. A tensor takes
-    /// such a base only if that makes it smaller, unless `codec` fixes the codec. They need format 1.3.
+    /// such a base only if it fits and makes the tensor smaller; if `codec` fixes the codec, if it fits. They need format 1.3: with
+    /// an earlier one they are not used. [`EncodeReport::unused`](crate::EncodeReport#structfield.unused) lists bases that do not
+    /// fit.
     pub derived: bool,
     /// Version of the format. The default is 1.3. A pair without derived bases states version 1.2.
     pub format: FormatVersion,
@@ -71,16 +79,20 @@ pub(crate) struct ChainNames {
 }
 
 impl ChainNames {
-    /// Adds them to options.
-    pub fn add_to(&self, options: &EncodeOptions) -> EncodeOptions {
+    /// The options of an encoding: with these names and cuts, and with tensors instead of patterns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a pattern that renames nothing.
+    pub fn add_to(&self, options: &EncodeOptions, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> Result<EncodeOptions> {
         let mut options = options.clone();
+        options.renamed = resolve(options.renamed, base, target)?;
         for (name, base_name) in &self.renamed {
             options.renamed.entry(name.clone()).or_insert_with(|| base_name.clone());
         }
         if options.cuts.is_empty() && options.split.is_empty() {
             options.cuts.clone_from(&self.cuts);
         }
-        options
+        Ok(options)
     }
 }
 
@@ -153,6 +165,11 @@ impl EncodeOptions {
     pub fn split(mut self, split: Split) -> Self {
         self.split = split;
         self
+    }
+
+    /// The name in the base of the target tensor `name`.
+    pub(crate) fn base_name<'a>(&'a self, name: &'a str) -> &'a str {
+        self.renamed.get(name).map_or(name, String::as_str)
     }
 
     /// The form of the pair.

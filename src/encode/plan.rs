@@ -166,8 +166,7 @@ pub(crate) fn plan(
     options: &EncodeOptions,
 ) -> Result<Plan> {
     let name = &target.tensors()[tensor_index].name;
-    let base_name = options.renamed.get(name).unwrap_or(name);
-    plan_from(base, base.and_then(|base| base.find(base_name)), target, tensor_index, options)
+    plan_from(base, base.and_then(|base| base.find(options.base_name(name))), target, tensor_index, options)
 }
 
 /// [`plan`] for a known number of the base tensor.

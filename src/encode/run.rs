@@ -1,8 +1,8 @@
 //! Encodes the difference of two checkpoints as a pair.
 
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
-use super::bases::has_base;
-use super::cuts::Selection;
+use super::bases::{UnusedBase, has_base};
+use super::cuts::{Selection, unused_bases};
 use super::estimate::choose_ways;
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable};
@@ -39,6 +39,10 @@ pub struct EncodeReport {
     pub tensors: Vec<TensorReport>,
     /// Names of the base tensors that no target tensor uses.
     pub removed: Vec<String>,
+    /// Names of the target tensors for which the base has no tensor. Empty without a base.
+    pub added: Vec<String>,
+    /// Base tensors that were found for target tensors, and are not used, or not as they were meant.
+    pub unused: Vec<UnusedBase>,
 }
 
 /// Sizes and counts of one tensor of a pair.
@@ -190,7 +194,7 @@ pub(super) fn encode_holding<W: Write>(
     let formed_from = derived.filter_map(|plan| plan.base).flat_map(|i| selection.base_regions(i as usize));
     check_digests(&finished, whole_base, whole_target, formed_from)?;
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
-    let report = report(&finished, whole_base, bases);
+    let report = report(&finished, whole_base, whole_target, options, bases);
     Ok((finished, report))
 }
 
@@ -264,6 +268,8 @@ fn encode_chunk(
 pub(crate) fn report<W>(
     finished: &Finished<W>,
     base: Option<&dyn Checkpoint>,
+    target: &dyn Checkpoint,
+    options: &EncodeOptions,
     in_use: impl Iterator<Item = usize>,
 ) -> EncodeReport {
     use crate::format::Section;
@@ -272,6 +278,8 @@ pub(crate) fn report<W>(
     let mut used = vec![false; base.map_or(0, |base| base.tensors().len())];
     in_use.for_each(|base_index| used[base_index] = true);
     let base_tensors = base.map_or(&[][..], |base| base.tensors());
+    let unused = base.map_or_else(Vec::new, |base| unused_bases(base, target, options, index));
+    let is_added = |name: &str| base.is_some_and(|base| !has_base(base, options.base_name(name)));
     EncodeReport {
         target_bytes: tensors.iter().map(|t| t.bytes).sum(),
         index_bytes: index.size(),
@@ -280,5 +288,7 @@ pub(crate) fn report<W>(
             + index.header().section(Section::Digests).stored_size,
         tensors,
         removed: base_tensors.iter().zip(used).filter(|(_, used)| !used).map(|(info, _)| info.name.clone()).collect(),
+        added: target.tensors().iter().map(|info| &info.name).filter(|name| is_added(name)).cloned().collect(),
+        unused,
     }
 }

@@ -51,7 +51,7 @@ pub struct PutOptions<'a> {
     pub have: Vec<(String, PathBuf)>,
     /// The user's own values.
     pub metadata: BTreeMap<String, String>,
-    /// Options of the encoder.
+    /// Options of the encoder. Renamed tensors are those of the parent; a version that is stored whole ignores them.
     pub encode: EncodeOptions,
     /// Receives the number of encoded bytes of tensors; the total is the size of all tensors. It can stop the call, also between
     /// two objects of the store. The call then returns its error.
@@ -211,10 +211,12 @@ impl Put<'_> {
 
         let known: Known = parent.iter().flat_map(Version::file_segments).map(|segment| (segment.digest, *segment)).collect();
         let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
+        let mut without_parent = encode.clone();
+        without_parent.renamed.clear();
         let pair_files = match (&options.anchor, &parent) {
             (Anchor::External { hint }, _) => {
                 // Encoded against itself, only to form its digests. Nothing of it is kept.
-                let pair = Encode::new(target).base(target).options(encode).watch(watch).to_memory()?.0;
+                let pair = Encode::new(target).base(target).options(without_parent).watch(watch).to_memory()?.0;
                 version.state = state(pair.index());
                 version.content = Content::External { hint: hint.clone() };
                 version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: version.tensor_bytes });
@@ -232,7 +234,7 @@ impl Put<'_> {
                 file_names(&index)
             }
             _ => {
-                let (index, pair) = upload_pair(prefix, id, Encode::new(target).options(encode).watch(watch))?;
+                let (index, pair) = upload_pair(prefix, id, Encode::new(target).options(without_parent).watch(watch))?;
                 version.state = state(&index);
                 version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: pair.bytes() });
                 version.content = Content::Whole(pair);

@@ -5,6 +5,7 @@ mod rows;
 
 use crate::common::Common;
 use crate::inputs::{CodecArgs, PartArg, glob, matchers, rectangles};
+use crate::renames::rename;
 use crate::signals::TemporaryFolder;
 use crate::{failure, html, text};
 use anyhow::{Context, anyhow};
@@ -95,6 +96,13 @@ struct Put {
     /// Cut tensors into parts, as for encode
     #[arg(long, value_name = "RULES", default_value = "", hide_default_value = true)]
     split: Split,
+    /// Pair a tensor with a tensor of the parent that has another name, as for encode; may be repeated. A version that is stored
+    /// whole ignores it
+    #[arg(long, value_name = "TARGET=BASE", value_parser = rename)]
+    rename: Vec<(String, String)>,
+    /// Do not use tensors of the parent of another dtype
+    #[arg(long)]
+    no_derived: bool,
 }
 
 /// Rebuild a version
@@ -364,7 +372,8 @@ impl Put {
         let bar = common.bar("put", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
         let advance = |bytes| bar.inc(bytes);
         let mut options = PutOptions::default().watch(&advance).branch(&self.branch).metadata(self.metadata.clone());
-        options = options.encode(self.codec.options().split(self.split.clone())).anchor(match &self.external {
+        let encode = self.codec.options().split(self.split.clone()).renamed(self.rename.iter().cloned()).derived(!self.no_derived);
+        options = options.encode(encode).anchor(match &self.external {
             Some(hint) => Anchor::External { hint: hint.clone() },
             None if self.whole => Anchor::Whole,
             None => Anchor::ByRule,

@@ -72,7 +72,22 @@ fn renamed_tensors_are_paired() {
     assert!(!place.ok("encode base.safetensors target.safetensors -o apart --force").out.contains(note));
     target.iter_mut().for_each(|tensor| tensor.name.insert_str(0, "model."));
     write_file(&place.path("prefixed.safetensors"), &target);
-    assert!(place.ok("encode base.safetensors prefixed.safetensors -o prefixed").out.contains(note));
+    let text = place.ok("encode base.safetensors prefixed.safetensors -o prefixed").out;
+    assert!(text.contains("--rename 'model.*=*'") && !text.contains(note), "{text}");
+    let report = place.json("encode base.safetensors prefixed.safetensors -o prefixed -f");
+    assert_eq!(report["suggested_rename"], "model.*=*");
+    let pattern = "--rename model.*=* --rename model.embedding=embed.weight";
+    let report = place.json(&format!("encode base.safetensors prefixed.safetensors -o prefixed -f {pattern}"));
+    assert_eq!((list(&report["added"]), report["suggested_rename"].is_null()), (vec!["model.blocks.0"], true));
+    place.ok("apply base.safetensors prefixed -o out.safetensors -f");
+    place.assert_same("out.safetensors", "prefixed.safetensors");
+    for (pattern, fault) in
+        [("nothing.*=*", "renames nothing"), ("model.*=other.*", "renames nothing"), ("model.*=embed", "same number of *")]
+    {
+        place.fails(&format!("encode base.safetensors prefixed.safetensors -o x --rename {pattern}"), USAGE, fault);
+    }
+    write_file(&place.path("other.safetensors"), &[tensor("w", "BF16", &[8, 8], 1)]);
+    assert!(place.ok("encode base.safetensors other.safetensors -o other").out.contains(note));
 
     place.fails("encode base.safetensors target.safetensors -o x --rename embedding=nothing", USAGE, "no tensor nothing");
     fs::write(place.path("map.json"), "[1]").unwrap();
@@ -101,6 +116,7 @@ fn tensors_may_come_go_grow_and_change_their_type() {
     assert_eq!(list(&report["resized"]), ["embed.weight", "layers.1.weight"]);
     assert_eq!(list(&report["removed"]), ["layers.1.norm"]);
     let text = place.ok("encode base.safetensors target.safetensors -o pair -f").out;
+    assert_eq!((list(&report["reshaped"]), list(&report["unrelated"])), (vec![], vec![]));
     for label in ["added", "retyped", "resized", "removed"] {
         assert!(text.contains(label), "{text}");
     }
@@ -125,13 +141,45 @@ fn some_tensors_can_be_rebuilt_alone() {
 }
 
 #[test]
+fn the_report_says_why_a_base_is_not_used() {
+    let place = Place::new();
+    let base = [tensor("a", "BF16", &[64, 64], 1), tensor("b", "BF16", &[64, 64], 2), tensor("c", "I32", &[64], 3)];
+    let target = [tensor("a", "BF16", &[64, 64], 4), tensor("b", "BF16", &[32, 128], 5), tensor("c", "BF16", &[64], 6)];
+    write_file(&place.path("base.safetensors"), &base);
+    write_file(&place.path("target.safetensors"), &target);
+    let report = place.json("encode base.safetensors target.safetensors -o pair");
+    for (field, tensor) in [("unrelated", "a"), ("reshaped", "b"), ("retyped", "c")] {
+        assert_eq!(list(&report[field]), [tensor]);
+    }
+    let unused = report["unused_bases"].as_array().unwrap().iter();
+    let causes: Vec<_> =
+        unused.map(|unused| [&unused["tensor"], &unused["cause"], &unused["reason"]].map(|text| text.as_str().unwrap())).collect();
+    assert_eq!(
+        causes,
+        [
+            ["a", "larger", "the pair is smaller without it"],
+            ["b", "shape", "expected [32, 128], found [64, 64]"],
+            ["c", "dtype", "expected BF16, found I32"],
+        ]
+    );
+    assert!(list(&report["added"]).is_empty() && list(&report["removed"]).is_empty());
+    let text = place.ok("encode base.safetensors target.safetensors -o pair -f").out;
+    for fact in ["smaller without the base", "the base has another shape", "the base has another dtype", "is it the right base?"] {
+        assert!(text.contains(fact), "{fact}: {text}");
+    }
+}
+
+#[test]
 fn a_pair_can_do_without_a_base() {
     let place = Place::with_pair();
     place.ok("encode --no-base target.safetensors -o anchor");
     place.ok("apply --no-base anchor -o out.safetensors");
     place.assert_same("out.safetensors", "target.safetensors");
-    place.fails("apply --no-base pair -o x.safetensors", USAGE, "needs a base, for tensor embed.weight");
-    place.fails("apply --no-base pair -o x.safetensors --tensor step", USAGE, "needs a base, for tensor step");
+    for (options, tensor) in [("", "embed.weight"), (" --tensor step", "step")] {
+        let error = place.fails(&format!("apply --no-base pair -o x.safetensors{options}"), DATA, "found no base");
+        assert_eq!((&error["rule"], &error["tensor"]), (&"base.tensor".into(), &tensor.into()));
+        assert!(error["hint"].as_str().unwrap().contains("pass that as BASE"), "{error}");
+    }
 }
 
 #[test]
@@ -272,7 +320,6 @@ fn a_base_of_another_dtype_is_converted_or_dequantised() {
     assert!(whole["stored_bytes"].as_u64() > report["stored_bytes"].as_u64());
     place.ok("apply base.safetensors whole -o out.safetensors -f");
     place.assert_same("out.safetensors", "target.safetensors");
-    place.fails("encode base.safetensors target.safetensors -o x --format 1.2", USAGE, "1.3");
 
     // A tensor of scales is missing, or has another shape, when the pair is made and when it is applied.
     for scales in [None, Some(zeros("fp8_scale_inv", "F32", &[2, 1]))] {
@@ -281,7 +328,15 @@ fn a_base_of_another_dtype_is_converted_or_dequantised() {
         let error = place.fails("apply other.safetensors pair -o x.safetensors", DATA, "fp8_scale_inv");
         assert_eq!(error["rule"], "base.tensor");
     }
-    let error = place.fails("encode other.safetensors target.safetensors -o x", DATA, "fp8_scale_inv");
-    assert_eq!(error["rule"], "base.tensor");
+    let report = place.json("encode other.safetensors target.safetensors -o other");
+    let expected = serde_json::json!([{
+        "tensor": "fp8", "base": "fp8", "cause": "scales",
+        "reason": "expected scales of F32 [1, 2], found fp8_scale_inv with F32 [2, 1]",
+    }]);
+    assert_eq!(report["unused_bases"], expected);
+    place.ok("apply other.safetensors other -o again.safetensors -f");
+    place.assert_same("again.safetensors", "target.safetensors");
+    let text = place.ok("encode other.safetensors target.safetensors -o other -f").out;
+    assert!(text.contains("fp8 for fp8 (expected scales of F32 [1, 2]"), "{text}");
     assert!(!place.path("x.safetensors").exists() && !place.path("x.tpde-index").exists());
 }

@@ -133,7 +133,7 @@ impl<'a> Encode<'a> {
     ) -> Result<()> {
         check_codec(options)?;
         let of_chain = ChainNames { renamed: chain.renamed(), cuts: chain.cuts() };
-        check_options(Some(chain.base()), chain, &of_chain.add_to(options))?;
+        check_options(Some(chain.base()), chain, &of_chain.add_to(options, Some(chain.base()), chain)?)?;
         // Files that are not published leave nothing.
         NewPair::create(path.as_ref(), &chain.paths(), overwrite).map(drop)
     }
@@ -218,7 +218,7 @@ impl<'a> Encode<'a> {
         let inputs: Vec<_> = read.chain(self.inputs.iter().cloned()).collect();
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) = encode(&self.job(&self.effective_options()), files, builder)?;
+        let (finished, report) = encode(&self.job(&self.effective_options()?), files, builder)?;
         self.check_read(&finished.index)?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
@@ -230,7 +230,7 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_path`], except those about files of the pair.
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         let builder = PairBuilder::new(Vec::new(), "memory".into(), self.options.form())?;
-        let (finished, report) = encode(&self.job(&self.effective_options()), self.files()?, builder)?;
+        let (finished, report) = encode(&self.job(&self.effective_options()?), self.files()?, builder)?;
         self.check_read(&finished.index)?;
         Ok((finished.into_pair()?, report))
     }
@@ -243,7 +243,7 @@ impl<'a> Encode<'a> {
     pub fn to_pinned(&self) -> Result<(Pair<PinnedBuffer>, EncodeReport)> {
         let blob = PinnedBlob::new(&self.target.device().inner);
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
-        let (finished, report) = encode(&self.job(&self.effective_options()), Vec::new(), builder)?;
+        let (finished, report) = encode(&self.job(&self.effective_options()?), Vec::new(), builder)?;
         self.check_digests.as_ref().map_or(Ok(()), |check| check(&finished.index))?;
         Ok((Pair::new(finished.index, finished.blob.finish(&finished.blob_header)?)?, report))
     }
@@ -304,8 +304,8 @@ impl<'a> Encode<'a> {
     }
 
     /// The options, with the names and cuts of a chain.
-    fn effective_options(&self) -> EncodeOptions {
-        self.of_chain.add_to(&self.options)
+    fn effective_options(&self) -> Result<EncodeOptions> {
+        self.of_chain.add_to(&self.options, self.base.map(|base| base as _), self.target)
     }
 
     fn job<'s>(&'s self, options: &'s EncodeOptions) -> Job<'s> {

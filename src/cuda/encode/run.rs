@@ -83,7 +83,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         waves.encode(&session, others, train, assembly, files)?
     };
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
-    let report = report(&finished, base_checkpoint, bases);
+    let report = report(&finished, base_checkpoint, target, options, bases);
     Ok((finished, report))
 }
 
