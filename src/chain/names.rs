@@ -3,7 +3,7 @@
 use super::step::Step;
 use crate::checkpoint::Checkpoint;
 use crate::format::BaseKind;
-use crate::rectangle::Rectangle;
+use crate::rectangle::{Rectangle, part_fault};
 use crate::source::Source;
 use std::collections::BTreeMap;
 
@@ -57,29 +57,27 @@ pub(super) fn renamed_back<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B
     differ.map(|tensor| (tensor.base_name.to_owned(), tensor.name.to_owned())).collect()
 }
 
-/// The parts of the tensors of the last version, by name. A tensor that is covered, and whose base tensor has another shape, is
-/// left whole, because parts of it would have no base.
-pub(super) fn cuts<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B>]) -> BTreeMap<String, Vec<Rectangle>> {
-    let parts = |tensor: Derived<'_>| Some((tensor.name.to_owned(), parts(base, steps, &tensor)?));
+/// The parts of the tensors of the last version, by name.
+pub(super) fn cuts<B: Source>(steps: &[Step<'_, B>]) -> BTreeMap<String, Vec<Rectangle>> {
+    let parts = |tensor: Derived<'_>| Some((tensor.name.to_owned(), parts(steps, &tensor)?));
     derived(steps).into_iter().filter_map(parts).collect()
 }
 
-/// [`cuts`] for the tensors of the base.
+/// [`cuts`] for the tensors of the base. A base tensor of another shape, or of elements that the parts would divide, is left whole.
 pub(super) fn cuts_back<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B>]) -> BTreeMap<String, Vec<Rectangle>> {
-    let parts = |tensor: Derived<'_>| Some((tensor.base_name.to_owned(), parts(base, steps, &tensor)?));
+    let parts = |tensor: Derived<'_>| {
+        let info = &base.tensors()[base.find(tensor.base_name)?];
+        let parts = parts(steps, &tensor)?;
+        let fits = |part: &Rectangle| part_fault(info.dtype.bits(), &info.shape, &part.origin, &part.extent).is_none();
+        let shape = &steps.last()?.tensors[tensor.tensor_index].shape;
+        (*shape == info.shape && parts.iter().all(fits)).then(|| (tensor.base_name.to_owned(), parts))
+    };
     origins(base, steps).into_values().filter_map(parts).collect()
 }
 
-fn parts<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B>], tensor: &Derived<'_>) -> Option<Vec<Rectangle>> {
+fn parts<B: Source>(steps: &[Step<'_, B>], tensor: &Derived<'_>) -> Option<Vec<Rectangle>> {
     let step = steps.last()?;
     let index = step.pair.index();
-    let first = step.entries(tensor.tensor_index).start;
-    index.tensor(first).part?;
-    let info = &step.tensors[tensor.tensor_index];
-    let in_base = base.find(tensor.base_name).map(|i| &base.tensors()[i]);
-    let has_other_shape = in_base.is_some_and(|base| (base.dtype, &base.shape) != (info.dtype, &info.shape));
-    if has_other_shape && index.is_tiled(tensor.name) {
-        return None;
-    }
+    index.tensor(step.entries(tensor.tensor_index).start).part?;
     Some(step.entries(tensor.tensor_index).map(|entry| index.tensor(entry).rectangle()).collect())
 }

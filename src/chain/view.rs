@@ -1,7 +1,8 @@
 //! The checkpoint that a base and a chain of pairs give.
 
 use super::names;
-use super::step::{BaseLanes, Step, wrong_base};
+use super::step::{BaseLanes, Step};
+use crate::apply::wrong_base;
 use crate::batches::hash_tensor;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, ReadDigest, TensorInfo};
 use crate::cut::read_runs;
@@ -116,7 +117,7 @@ impl<'a, B: Source> Chain<'a, B> {
 
     /// The parts in which the last pair describes tensors.
     pub(crate) fn cuts(&self) -> BTreeMap<String, Vec<Rectangle>> {
-        names::cuts(self.base, &self.steps)
+        names::cuts(&self.steps)
     }
 
     /// [`Chain::cuts`] for the base tensors from which these tensors derive.
@@ -128,6 +129,11 @@ impl<'a, B: Source> Chain<'a, B> {
     fn all_of(&self, tensor_index: usize) -> Runs {
         let info = &self.tensors()[tensor_index];
         Runs::new(info.dtype.bits(), &info.shape, &[], &info.shape)
+    }
+
+    /// The name of the last pair in errors.
+    pub(crate) fn last_label(&self) -> Option<&str> {
+        self.steps.last().map(|step| step.label.as_str())
     }
 
     pub(super) fn steps(&self) -> &[Step<'a, B>] {
@@ -251,7 +257,7 @@ impl<'a, B: Source> Chain<'a, B> {
             },
         };
         let is_wrong = found != *tensor.base_digest();
-        self.at_step(step, if is_wrong { wrong_base(&tensor, &found) } else { error })
+        self.at_step(step, if is_wrong { wrong_base(&tensor, &found, invalid.at.chunk) } else { error })
     }
 
     /// The digest of an entry's base. Runs on one thread: other threads may wait for a chunk that this thread rebuilds.

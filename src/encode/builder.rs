@@ -9,7 +9,7 @@ use crate::format::BLOB_HEADER_SIZE;
 use crate::index::ValidatedIndex;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
-use crate::safetensors::{check_composable, file_specs};
+use crate::safetensors::{check_as_base, check_composable, file_specs};
 use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use crate::writer::{FileSpec, PairBuilder};
@@ -42,6 +42,8 @@ pub struct Encode<'a> {
     base: Option<&'a dyn Checkpoint>,
     options: EncodeOptions,
     of_chain: ChainNames,
+    /// For a pair that leads back, the name of the pair whose target is its base.
+    target_of: Option<String>,
     inputs: Vec<PathBuf>,
     overwrite: bool,
     watcher: Watcher<'a>,
@@ -81,6 +83,7 @@ impl<'a> Encode<'a> {
             base: None,
             options: EncodeOptions::default(),
             of_chain: ChainNames::default(),
+            target_of: None,
             inputs: Vec::new(),
             overwrite: false,
             watcher: Watcher::Nobody,
@@ -91,7 +94,7 @@ impl<'a> Encode<'a> {
     /// pair has the same bytes as one that is encoded from the two checkpoints.
     ///
     /// Tensors that the pairs rename are paired with their base tensors. Unless the options have cuts or a split, tensors are cut
-    /// as in the last pair. A tensor that the last pair describes completely, and whose base has another shape, is left whole.
+    /// as in the last pair. So a part has no base if the base tensor has another shape.
     ///
     /// Before anything is published, the digests of all tensors are compared with those of the last pair.
     ///
@@ -104,10 +107,15 @@ impl<'a> Encode<'a> {
         Self { base: Some(chain.base()), of_chain: ChainNames { renamed: chain.renamed(), cuts: chain.cuts() }, ..Self::new(chain) }
     }
 
-    /// Encodes the pair that leads back: from the last target of a chain to its base. Otherwise like [`Encode::fold`].
+    /// Encodes the pair that leads back: from the last target of a chain to its base. Otherwise like [`Encode::fold`]. A base tensor
+    /// of another shape than the one in the last pair is not cut.
+    ///
+    /// # Errors
+    /// Those of [`Encode::fold`]; [`Error::BadCheckpoint`](crate::Error::BadCheckpoint) if the files of the last target cannot be those
+    /// of a base, because no reader would accept them.
     pub fn revert<B: Source>(chain: &'a Chain<'a, B>) -> Self {
         let of_chain = ChainNames { renamed: chain.renamed_back(), cuts: chain.cuts_back() };
-        Self { base: Some(chain), of_chain, ..Self::new(chain.base()) }
+        Self { base: Some(chain), of_chain, target_of: chain.last_label().map(str::to_owned), ..Self::new(chain.base()) }
     }
 
     /// Sets the base: the checkpoint that readers of the pair already have. It may hold only slices of tensors, if they have all
@@ -146,7 +154,7 @@ impl<'a> Encode<'a> {
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), and [`Error::Invalid`](crate::Error::Invalid) for a shape that
     /// the format does not allow.
     pub fn progress_bytes(&self) -> Result<u64> {
-        encoded_bytes(self.base, self.target, &self.of_chain.add_to(&self.options))
+        encoded_bytes(self.base, self.target, &self.effective_options()?)
     }
 
     /// Writes the files of a pair, `NAME.tpde-index` and `NAME.tpde-blob`. `path` is one of these paths, or their common stem
@@ -186,8 +194,7 @@ impl<'a> Encode<'a> {
         let inputs: Vec<_> = checkpoints.chain(self.inputs.iter().cloned()).collect();
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
         let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) =
-            encode(self.base, self.target, files, &self.of_chain.add_to(&self.options), builder, &self.watcher)?;
+        let (finished, report) = encode(self.base, self.target, files, &self.effective_options()?, builder, &self.watcher)?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
@@ -207,8 +214,7 @@ impl<'a> Encode<'a> {
     pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         blob.clear();
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
-        let (finished, report) =
-            encode(self.base, self.target, self.files()?, &self.of_chain.add_to(&self.options), builder, &self.watcher)?;
+        let (finished, report) = encode(self.base, self.target, self.files()?, &self.effective_options()?, builder, &self.watcher)?;
         Ok((finished.into_pair()?, report))
     }
 
@@ -224,14 +230,21 @@ impl<'a> Encode<'a> {
             check_composable(self.target.tensors())?;
         }
         let builder = PairBuilder::new(blob, "the blob".into(), self.options.form())?;
-        let (finished, report) =
-            encode(self.base, self.target, files, &self.of_chain.add_to(&self.options), builder, &self.watcher)?;
+        let (finished, report) = encode(self.base, self.target, files, &self.effective_options()?, builder, &self.watcher)?;
         Ok(Streamed { index: finished.index, header: finished.blob_header, blob: finished.blob, report })
+    }
+
+    /// The options, with the names and cuts of a chain.
+    fn effective_options(&self) -> Result<EncodeOptions> {
+        self.of_chain.add_to(&self.options, self.base, self.target)
     }
 
     /// The files of the target.
     fn files(&self) -> Result<Vec<FileSpec>> {
         let base = self.base.and_then(|base| base.files());
+        if let (Some(pair), Some(files)) = (&self.target_of, base) {
+            check_as_base(files, pair)?;
+        }
         self.target.files().map_or(Ok(Vec::new()), |target| file_specs(target, base))
     }
 }
