@@ -470,6 +470,13 @@ fn a_shard_index_that_all_shards_have_is_kept_once() {
     SafetensorsCheckpoint::open(folder.path().join("rebuilt")).unwrap();
     let refused = refusal(Merge::new([&x, &z]).to_memory());
     assert_eq!((refused.conflict, &refused.name[..]), (Conflict::File, SHARD_INDEX));
+    // More pairs may come, but a file that the index does not name never belongs to a base.
+    let three = br#"{"weight_map": {"x": "x.safetensors", "y": "y.safetensors", "w": "w.safetensors"}}"#;
+    Merge::new([&with_shard_index("x", three), &with_shard_index("y", three)]).to_memory().unwrap();
+    let others = [with_shard_index("x", shard_index), with_shard_index("z", shard_index)];
+    let refused = refusal(Merge::new(&others).to_memory());
+    assert!(refused.to_string().contains("does not name z.safetensors"), "{refused}");
+    assert_eq!(files(&Merge::new(&others).files(false).to_memory().unwrap().0), []);
 }
 
 #[test]

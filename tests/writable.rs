@@ -20,8 +20,8 @@ use std::path::Path;
 use tempfile::TempDir;
 use tpde::internals::{FileSpec, PairBuilder, encode};
 use tpde::{
-    Apply, Checkpoint, Dtype, EncodeOptions, Error, FileKind, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint,
-    TensorInfo, ValidatedIndex, Verify,
+    Apply, Chain, Checkpoint, Dtype, Encode, EncodeOptions, Error, FileKind, Limits, MemoryCheckpoint, Pair, Result,
+    SafetensorsCheckpoint, TensorInfo, ValidatedIndex, Verify,
 };
 
 fn open(path: &Path) -> SafetensorsCheckpoint {
@@ -309,6 +309,23 @@ proptest! {
         let Outcome::Written(written) = check(&pair, Some(&base), &case) else { return Ok(()) };
         // A shard index cannot name a shard without tensors.
         let no_shard_is_empty = [false, true].iter().all(|second| case.tensors.iter().any(|(_, shard)| shard == second));
+        // A pair that leads back is made if and only if the target can be its base.
+        let target = SafetensorsCheckpoint::open(written.path().join("out"));
+        let pairs = [pair];
+        let chain = Chain::new(&base, &pairs).unwrap();
+        let is_base = target.as_ref().is_ok_and(|target| target.tensors() == chain.tensors());
+        match Encode::revert(&chain).to_memory() {
+            Ok((back, _)) => {
+                prop_assert!(is_base);
+                Verify::new(&back).base(&target.unwrap()).target(&base).run().unwrap();
+            }
+            Err(Error::BadCheckpoint { reason, .. }) => {
+                prop_assert!(!is_base || !no_shard_is_empty);
+                prop_assert!(reason.contains("cannot be a base"), "{}", reason);
+            }
+            Err(other) => panic!("{case:?}: {other}"),
+        }
+        let [pair] = pairs;
         if case.fault == Fault::None && (case.layout < 2 || no_shard_is_empty) {
             Verify::new(&pair).target(&open(&written.path().join("out"))).run().unwrap();
         }

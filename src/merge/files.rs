@@ -4,7 +4,7 @@ use super::input::{Input, conflict};
 use crate::error::{Conflict, Result, hex};
 use crate::format::FileKind;
 use crate::index::{FileNames, TargetFile, ValidatedIndex};
-use crate::safetensors::tensor_names;
+use crate::safetensors::{TargetContent, base_fault, tensor_names};
 use crate::source::Source;
 use crate::writer::FileSpec;
 use std::collections::BTreeMap;
@@ -17,7 +17,8 @@ use std::collections::btree_map::Entry;
 ///
 /// # Errors
 /// [`Error::NotMergeable`](crate::Error::NotMergeable) if inputs have different files of one name, if an input has no files for
-/// its tensors while another has files, or if one of several files has no name. [`Error::Invalid`](crate::Error::Invalid) if a
+/// its tensors while another has files, if one of several files has no name, or if the files of several inputs together cannot be
+/// those of a base. [`Error::Invalid`](crate::Error::Invalid) if a
 /// pair cannot have these names together.
 pub(super) fn merged<B: Source>(inputs: &[Input<'_, B>], is_selection: bool) -> Result<Vec<FileSpec>> {
     let files: Vec<_> = inputs.iter().map(|input| if input.is_whole() { whole(input) } else { of_part(input) }).collect();
@@ -53,7 +54,29 @@ pub(super) fn merged<B: Source>(inputs: &[Input<'_, B>], is_selection: bool) -> 
     for (input, file) in merged.values() {
         names.add(file.name.as_bytes(), file.kind, merged.len()).map_err(|e| e.in_pair(&input.label))?;
     }
+    check_base(&merged)?;
     Ok(merged.values().map(|(_, file)| spec(file)).collect())
+}
+
+/// Checks that files of several inputs can be those of a base, perhaps with files of further pairs. Those of one input are kept as
+/// they are.
+fn check_base<B: Source>(merged: &BTreeMap<&str, (&Input<'_, B>, TargetFile<'_>)>) -> Result<()> {
+    let (Some((_, (first, one))), Some((_, (last, other)))) = (merged.first_key_value(), merged.last_key_value()) else {
+        return Ok(());
+    };
+    if merged.values().all(|(input, _)| std::ptr::eq(*input, *first)) {
+        return Ok(());
+    }
+    let mut files = Vec::new();
+    for (_, file) in merged.values() {
+        files.push(TargetContent { name: file.name, has_tensors: file.kind.has_tensors(), content: file.content });
+    }
+    match base_fault(&files, true) {
+        Some(fault) => {
+            Err(conflict(Conflict::File, "", [first, last], [format!("{} ({fault})", described(one)), described(other)]))
+        }
+        None => Ok(()),
+    }
 }
 
 fn whole<'a, B: Source>(input: &Input<'a, B>) -> Vec<TargetFile<'a>> {

@@ -134,9 +134,8 @@ type BaseLanes<'a> = (&'a str, Option<Dtype>, Option<Derived<'a>>);
 /// Checks that all entries that use a base tensor state the same dtype and shape for it, and the same digest for the same elements,
 /// and that all parts of a tensor have one base tensor.
 fn check_bases<B: Source>(inputs: &[Input<'_, B>], entries: &[Entry]) -> Result<()> {
-    let mut bases: HashMap<&str, Entry> = HashMap::new();
+    let mut types: HashMap<&str, (Entry, Dtype, Vec<u64>)> = HashMap::new();
     let mut digests: HashMap<(BaseLanes<'_>, Rectangle), Entry> = HashMap::new();
-    let mut scales: HashMap<&str, Entry> = HashMap::new();
     let mut last: Option<Entry> = None;
     for &entry in entries.iter().filter(|entry| tensor(inputs, **entry).base_kind != BaseKind::None) {
         let second = tensor(inputs, entry);
@@ -144,20 +143,14 @@ fn check_bases<B: Source>(inputs: &[Input<'_, B>], entries: &[Entry]) -> Result<
             let pair = [known, entry].map(|entry| &inputs[entry.input as usize]);
             Err(conflict(Conflict::Base, name, pair, [found(tensor(inputs, known)), found(second)]))
         };
-        let base_type = |tensor: &Tensor<'_>| (tensor.base_dtype(), tensor.base_shape());
-        let known = *bases.entry(second.base_name).or_insert(entry);
-        if base_type(&tensor(inputs, known)) != base_type(&second) {
-            return refuse(known, second.base_name, &|tensor| {
-                format!("{} {:?}", tensor.base_dtype(), tensor.base_shape().unwrap_or_default())
-            });
-        }
-        if let Some((name, dtype, shape)) = second.scales() {
-            let known = *scales.entry(name).or_insert(entry);
-            if tensor(inputs, known).scales().is_some_and(|known| (known.1, &known.2) != (dtype, &shape)) {
-                return refuse(known, name, &|tensor| {
-                    let shown = |(_, dtype, shape)| format!("{dtype} {shape:?} as scales");
-                    tensor.scales().map(shown).unwrap_or_default()
-                });
+        // One tensor of the base may be the base of an entry and the scales of another.
+        let of_base = second.base_shape().map(|shape| (second.base_name, second.base_dtype(), shape));
+        for (name, dtype, shape) in of_base.into_iter().chain(second.scales()) {
+            let (known, known_dtype, known_shape) = types.entry(name).or_insert_with(|| (entry, dtype, shape.clone()));
+            if (*known_dtype, &*known_shape) != (dtype, &shape) {
+                let pair = [*known, entry].map(|entry| &inputs[entry.input as usize]);
+                let found = [format!("{known_dtype} {known_shape:?}"), format!("{dtype} {shape:?}")];
+                return Err(conflict(Conflict::Base, name, pair, found));
             }
         }
         let rectangle = if second.part.is_some() { second.rectangle() } else { Rectangle::default() };

@@ -1,5 +1,6 @@
 //! Checkpoints in safetensors files and sharded folders.
 
+use super::as_base::{TargetContent, base_fault};
 use super::header::{self, FileTensor, Header};
 use crate::checkpoint::{Checkpoint, CheckpointFiles, TensorInfo};
 use crate::digest;
@@ -229,6 +230,26 @@ pub(crate) fn file_specs(target: &dyn CheckpointFiles, base: Option<&dyn Checkpo
         Ok(FileSpec { name, kind, content_size, content_digest, content })
     };
     target.names().into_iter().map(spec).collect()
+}
+
+/// Checks that the files of the target of `pair` can be those of a base.
+///
+/// # Errors
+/// [`Error::BadCheckpoint`] if they cannot; the errors of [`CheckpointFiles::content`].
+pub(crate) fn check_as_base(files: &dyn CheckpointFiles, pair: &str) -> Result<()> {
+    let names = files.names();
+    let content = |(name, has_tensors): &(String, bool)| files.content(name, *has_tensors);
+    let contents = names.iter().map(content).collect::<Result<Vec<_>>>()?;
+    let mut described = Vec::new();
+    for ((name, has_tensors), content) in names.iter().zip(&contents) {
+        described.push(TargetContent { name, has_tensors: *has_tensors, content: content.as_deref() });
+    }
+    match base_fault(&described, false) {
+        Some(fault) if !names.is_empty() => {
+            Err(Error::bad_checkpoint(Path::new(pair), format_args!("its target cannot be a base: {fault}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn check_name(folder: &Path, name: &str, kind: FileKind) -> Result<()> {
