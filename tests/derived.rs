@@ -468,8 +468,8 @@ fn any_base() -> impl Strategy<Value = (Owned, Vec<Owned>, EncodeOptions)> {
     let names = ["t", "t_blocks", "t.blocks", "t_scale_inv", "t_scale", "t_scales", "t.scales"];
     let fitting = prop_oneof![Just(0u8), Just(1), Just(2), Just(3), Just(4)];
     let others = proptest::collection::vec((0..names.len(), any_tensor(), fitting), 0..5);
-    let options = (0..tpde::CodecChoice::ALL.len(), 0..3usize, any::<bool>(), 0..3u64);
-    (any_tensor(), others, options, any::<u64>()).prop_map(
+    let choices = (0..tpde::CodecChoice::ALL.len(), 0..3usize, any::<bool>(), 0..3u64);
+    (any_tensor(), others, choices, any::<u64>()).prop_map(
         move |((dtype, shape), others, (codec, format, derived, split), seed)| {
             let target = random("t", dtype, &shape, seed);
             let mut base = std::collections::BTreeMap::new();

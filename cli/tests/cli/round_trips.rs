@@ -143,7 +143,7 @@ fn some_tensors_can_be_rebuilt_alone() {
 #[test]
 fn the_report_says_why_a_base_is_not_used() {
     let place = Place::new();
-    let base = [tensor("a", "BF16", &[64, 64], 1), tensor("b", "BF16", &[64, 64], 2), tensor("c", "I32", &[64], 3)];
+    let base = [tensor("a", "BF16", &[64, 64], 1), tensor("b", "BF16", &[64, 64], 2), tensor("c", "U32", &[64], 3)];
     let target = [tensor("a", "BF16", &[64, 64], 4), tensor("b", "BF16", &[32, 128], 5), tensor("c", "BF16", &[64], 6)];
     write_file(&place.path("base.safetensors"), &base);
     write_file(&place.path("target.safetensors"), &target);
@@ -159,7 +159,7 @@ fn the_report_says_why_a_base_is_not_used() {
         [
             ["a", "larger", "the pair is smaller without it"],
             ["b", "shape", "expected [32, 128], found [64, 64]"],
-            ["c", "dtype", "expected BF16, found I32"],
+            ["c", "dtype", "expected BF16, found U32"],
         ]
     );
     assert!(list(&report["added"]).is_empty() && list(&report["removed"]).is_empty());
