@@ -1,6 +1,7 @@
 //! The builder that encodes a pair.
 
-use super::options::{ChainNames, EncodeOptions};
+use super::options::EncodeOptions;
+use super::renames::ChainNames;
 use super::run::{EncodeReport, encode, encoded_bytes};
 use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;

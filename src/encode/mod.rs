@@ -31,9 +31,11 @@ pub(crate) use cuts::Selection;
 #[cfg(feature = "cuda")]
 pub(crate) use estimate::{Surveyor, Trial, TrialResult, choose_ways};
 #[cfg(feature = "cuda")]
-pub(crate) use options::{ChainNames, Way};
+pub(crate) use options::Way;
 #[cfg(feature = "cuda")]
 pub(crate) use plan::{Plan, check_holdable, low_bits};
+#[cfg(feature = "cuda")]
+pub(crate) use renames::ChainNames;
 #[cfg(feature = "cuda")]
 pub(crate) use run::{check_options, report};
 #[cfg(feature = "cuda")]

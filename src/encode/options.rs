@@ -1,10 +1,7 @@
 //! Encode options.
 
-use super::renames::resolve;
 use super::split::Split;
-use crate::checkpoint::Checkpoint;
 use crate::codec::{Codec, DecodeCost, Layout};
-use crate::error::Result;
 use crate::format::{Form, FormatVersion, named, parsed_by_name};
 use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
@@ -68,31 +65,6 @@ impl Default for EncodeOptions {
             cuts: BTreeMap::new(),
             split: Split::default(),
         }
-    }
-}
-
-/// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
-#[derive(Debug, Default)]
-pub(crate) struct ChainNames {
-    pub renamed: BTreeMap<String, String>,
-    pub cuts: BTreeMap<String, Vec<Rectangle>>,
-}
-
-impl ChainNames {
-    /// The options of an encoding: with these names and cuts, and with tensors instead of patterns.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a pattern that renames nothing.
-    pub fn add_to(&self, options: &EncodeOptions, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> Result<EncodeOptions> {
-        let mut options = options.clone();
-        options.renamed = resolve(options.renamed, base, target)?;
-        for (name, base_name) in &self.renamed {
-            options.renamed.entry(name.clone()).or_insert_with(|| base_name.clone());
-        }
-        if options.cuts.is_empty() && options.split.is_empty() {
-            options.cuts.clone_from(&self.cuts);
-        }
-        Ok(options)
     }
 }
 

@@ -1,15 +1,42 @@
-//! Renamed tensors: patterns for names.
+//! Renamed tensors: patterns for names, and the names and cuts of a chain.
 
 use super::bases::has_base;
+use super::options::EncodeOptions;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Escaped, Result};
+use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
+
+/// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
+#[derive(Debug, Default)]
+pub(crate) struct ChainNames {
+    pub renamed: BTreeMap<String, String>,
+    pub cuts: BTreeMap<String, Vec<Rectangle>>,
+}
+
+impl ChainNames {
+    /// The options of an encoding: with these names and cuts, and with tensors instead of patterns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a pattern that renames nothing.
+    pub fn add_to(&self, options: &EncodeOptions, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> Result<EncodeOptions> {
+        let mut options = options.clone();
+        options.renamed = resolve(options.renamed, base, target)?;
+        for (name, base_name) in &self.renamed {
+            options.renamed.entry(name.clone()).or_insert_with(|| base_name.clone());
+        }
+        if options.cuts.is_empty() && options.split.is_empty() {
+            options.cuts.clone_from(&self.cuts);
+        }
+        Ok(options)
+    }
+}
 
 /// The names of renamed tensors, with each pattern replaced by the names that it stands for.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for a pattern that renames no tensor, or that has not as many `*` as the name in the base.
-pub(super) fn resolve(
+fn resolve(
     renamed: BTreeMap<String, String>,
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
