@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _operator
+from ._arguments import check_needed
 from ._capture import Graph
 from ._device import DevicePair
 from ._entry import Entry
@@ -318,7 +319,8 @@ def attach(
             a pair on another device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
-    if not callable(payloads) and payloads not in ("pinned", "device"):
+    check_needed(model=model)
+    if not callable(payloads) and (not isinstance(payloads, str) or payloads not in ("pinned", "device")):
         raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
     named = _Model(model)
     run_on = None if device is None else check_device(device)
