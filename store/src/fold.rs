@@ -117,7 +117,7 @@ impl Fold {
         let creates = names::shortcut((&to.branch, to.number), (&from.branch, from.number), Some(id));
         let (lease, _) = Lease::take(prefix, id, Some(creates), vec![from, to])?;
         let (shortcut, lease) = lease.during(|_| self.encode(prefix, id, catalog, cache, have, options))?;
-        prefix.publish_shortcut(&shortcut, lease)?;
+        lease.publish_shortcut(&shortcut)?;
         for object in &self.damaged {
             prefix.remote.delete(object)?;
         }

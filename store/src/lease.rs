@@ -7,8 +7,8 @@
 use crate::catalog::Catalog;
 use crate::digest::UploadId;
 use crate::error::{Error, Result};
-use crate::manifest::{self, MAX_MANIFEST, Reference, VOID};
-use crate::names::{self, LEASES};
+use crate::manifest::{self, MAX_MANIFEST, Reference, Shortcut, VOID, Version};
+use crate::names::{self, LEASES, MAX_NUMBER};
 use crate::prefix::{Prefix, json};
 use crate::remote::{Entry, Repeating};
 use serde::{Deserialize, Serialize};
@@ -92,12 +92,56 @@ impl<'a> Lease<'a> {
         }
     }
 
+    /// Creates the manifest of a version, whose name the lease states. If `gc` has given the call up, the name is taken.
+    pub fn publish(self, version: &Version) -> Result<()> {
+        let object = names::manifest(&version.branch, version.number);
+        let (bytes, lease) = self.during(|_| {
+            if version.number > MAX_NUMBER {
+                return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
+            }
+            let bytes = json(version)?;
+            // This crate must be able to read what it writes.
+            Version::parse(&bytes, &object, &version.branch, version.number)?;
+            Ok(bytes)
+        })?;
+        let is_created = lease.create(&object, bytes)? && lease.is_live(version)?;
+        lease.release();
+        if is_created { Ok(()) } else { Err(Error::Conflict { version: version.name() }) }
+    }
+
+    /// Whether a version that was created is a version of its branch. It is not if its name was taken long ago, and that manifest
+    /// was pruned or deleted, and removed.
+    fn is_live(&self, version: &Version) -> Result<bool> {
+        let remote = &self.prefix.remote;
+        let is_after = |found: (&str, u64)| found.1 > version.number;
+        let before = names::before(&version.branch, version.number);
+        let listed = remote.list_after(&names::branch(&version.branch), Some(&before))?;
+        let is_suspect = listed.iter().any(|entry| {
+            names::of_mark(&entry.name).is_some_and(|found| found.1 == version.number)
+                || names::of_deletion(&entry.name).is_some_and(is_after)
+        });
+        Ok(!is_suspect || Catalog::new(remote).branch(&version.branch)?.is_live(version.number))
+    }
+
+    /// Creates the manifest of a shortcut, as [`Lease::publish`]. If there is one already, that one is as good.
+    pub fn publish_shortcut(self, shortcut: &Shortcut) -> Result<()> {
+        let object = shortcut.object();
+        let (bytes, lease) = self.during(|_| {
+            let bytes = json(shortcut)?;
+            Shortcut::parse(&bytes, &object)?;
+            Ok(bytes)
+        })?;
+        lease.create(&object, bytes)?;
+        lease.release();
+        Ok(())
+    }
+
     /// Creates the manifest that the lease states, unless its name is taken. Returns whether it was created. If the answer is lost, the
     /// lease stays.
     ///
     /// # Errors
     /// [`Error::TooSlow`] if `gc` has taken the name.
-    pub fn create(&self, object: &str, bytes: Vec<u8>) -> Result<bool> {
+    fn create(&self, object: &str, bytes: Vec<u8>) -> Result<bool> {
         let remote = &self.prefix.remote;
         self.prefix.check()?;
         if remote.create(object, bytes)? {

@@ -1,11 +1,10 @@
-//! State and functions that all calls of a store share: the prefix, its rules, and the creation of manifests.
+//! State and functions that all calls of a store share: the prefix, and its rules.
 
 use crate::catalog::Catalog;
 use crate::digest::{self, Digest};
 use crate::error::{Error, Result};
-use crate::lease::Lease;
-use crate::manifest::{Content, MAX_MANIFEST, Shortcut, StoreManifest, VERSION_SCHEMA, Version};
-use crate::names::{self, MAX_NUMBER, STORE};
+use crate::manifest::{Content, MAX_MANIFEST, StoreManifest, VERSION_SCHEMA, Version};
+use crate::names::{self, STORE};
 use crate::remote::Remote;
 use crate::route::Have;
 use serde::Serialize;
@@ -48,53 +47,6 @@ impl Prefix {
     pub fn catalog(&self) -> Result<Catalog<'_>> {
         self.check()?;
         Ok(Catalog::new(&self.remote))
-    }
-
-    /// Creates the manifest of a version by the call that has this lease, whose name it states. If `gc` has given the call up, the
-    /// name is taken.
-    pub fn publish(&self, version: &Version, lease: Lease<'_>) -> Result<()> {
-        let object = names::manifest(&version.branch, version.number);
-        let (bytes, lease) = lease.during(|_| {
-            if version.number > MAX_NUMBER {
-                return Err(Error::InvalidArgument(format!("a branch has at most {MAX_NUMBER} versions")));
-            }
-            let bytes = json(version)?;
-            // This crate must be able to read what it writes.
-            Version::parse(&bytes, &object, &version.branch, version.number)?;
-            Ok(bytes)
-        })?;
-        if !lease.create(&object, bytes)? || !self.is_live(version)? {
-            lease.release();
-            return Err(Error::Conflict { version: version.name() });
-        }
-        lease.release();
-        Ok(())
-    }
-
-    /// Whether a version that was created is a version of its branch. It is not if its name was taken long ago, and that manifest
-    /// was pruned or deleted, and removed.
-    fn is_live(&self, version: &Version) -> Result<bool> {
-        let is_after = |found: (&str, u64)| found.1 > version.number;
-        let listed =
-            self.remote.list_after(&names::branch(&version.branch), Some(&names::before(&version.branch, version.number)))?;
-        let is_suspect = listed.iter().any(|entry| {
-            names::of_mark(&entry.name).is_some_and(|found| found.1 == version.number)
-                || names::of_deletion(&entry.name).is_some_and(is_after)
-        });
-        Ok(!is_suspect || Catalog::new(&self.remote).branch(&version.branch)?.is_live(version.number))
-    }
-
-    /// Creates the manifest of a shortcut, as [`Prefix::publish`].
-    pub fn publish_shortcut(&self, shortcut: &Shortcut, lease: Lease<'_>) -> Result<()> {
-        let object = shortcut.object();
-        let (bytes, lease) = lease.during(|_| {
-            let bytes = json(shortcut)?;
-            Shortcut::parse(&bytes, &object)?;
-            Ok(bytes)
-        })?;
-        lease.create(&object, bytes)?;
-        lease.release();
-        Ok(())
     }
 
     /// Marks a version as pruned.

@@ -165,7 +165,7 @@ pub(crate) fn put_checkpoint(
     let (lease, catalog) = lease_of(prefix, &version)?;
     let put = Put { prefix, id: lease.id(), catalog, options };
     let (version, lease) = lease.during(|_| put.encode(target, folder, parent, version))?;
-    prefix.publish(&version, lease)?;
+    lease.publish(&version)?;
     Ok(version)
 }
 
@@ -181,7 +181,7 @@ pub(crate) fn put_pair(prefix: &Prefix, path: &Path, options: &PutOptions<'_>) -
     let (lease, catalog) = lease_of(prefix, &version)?;
     let put = Put { prefix, id: lease.id(), catalog, options };
     let (version, lease) = lease.during(|_| put.describe_pair(path, parent, version))?;
-    prefix.publish(&version, lease)?;
+    lease.publish(&version)?;
     Ok(version)
 }
 

@@ -243,7 +243,7 @@ impl Store {
             metadata: BTreeMap::new(),
             ..from
         };
-        self.0.publish(&version, put::lease_of(&self.0, &version)?.0)?;
+        put::lease_of(&self.0, &version)?.0.publish(&version)?;
         Ok(version)
     }
 
@@ -268,7 +268,7 @@ impl Store {
         // Before the manifest, so that no list shows a deletion without its mark. The lease protects the mark.
         let mark = self.0.remote.put(names::deletion(name, number), Vec::new());
         let (_, lease) = lease.during(|_| mark.wait()?)?;
-        self.0.publish(&deletion, lease)?;
+        lease.publish(&deletion)?;
         Ok(head)
     }
 
