@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "part of scratch memory": (lambda w, p: scratch(w, p), "the memory is not that of a parameter"),
     "columns of two places": (lambda w, p: (p[:, :4].copy_(w[:, :4]), p[:, 4:].copy_(w[:, 4:])), "its rows are between those"),
     "range of flattened rows": (lambda w, p: p.view(-1)[:20].copy_(w.view(-1)[6:26]), "begins or ends within a row"),
+    "rows of another width": (lambda w, p: p[:2, :6].copy_(w.view(-1)[:12].view(2, 6)), "begins or ends within a row"),
     "pickled": (lambda w, p: p.copy_(w.triu()), "aten.triu of w"),
     "sort": (lambda w, p: p.copy_(w.sort().values), "aten.sort of w"),
 }

@@ -296,6 +296,14 @@ def test_memory_of_attributes_is_not_written() -> None:
     assert torch.equal(model.running, torch.ones(4, 4)) and torch.equal(model.layer.scale, torch.ones(1))
     assert found.refused == ["running"]
 
+    def read_before(weights: Any) -> None:
+        for _, weight in weights:
+            model.layer.weight.data.copy_(model.running)
+            model.running = weight
+
+    with pytest.raises(tpde.NotRecorded, match=r"running\[0:4, 0:4\] is read before it is written"):
+        tpde.slices.record(read_before, {"w": torch.zeros(4, 4)}, model)
+
 
 def test_parameters_that_a_loader_replaces_are_put_back() -> None:
     model = Attributes()

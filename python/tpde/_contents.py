@@ -201,6 +201,14 @@ class Contents:
                     where = Elements(self.name, self._index(common))
                     raise NotRecorded(f"{where} is read before it is written", parameter=self.name)
 
+    def replace(self) -> None:
+        """Adds a replacement of the memory.
+
+        Raises:
+            NotRecorded: Elements were read before.
+        """
+        self._refuse_late([self._every])
+
     def constants(self) -> list[Elements]:
         """The elements that are written, but not from a checkpoint."""
         apart: list[Region] = []

@@ -124,6 +124,12 @@ def _pieces(copy: Copy, parameter: str, shape: tuple[int, ...], dtype: Any) -> l
     return [Piece(copy.tensor, Region(one.origin, one.extent).index, parameter, one.offset, one.strides, dtype) for one in placed]
 
 
+def span_of(tensor: torch.Tensor) -> int:
+    """Size in bytes from the first element to the last."""
+    span = memory_range(tensor)
+    return len(span[1]) if span else 0
+
+
 def in_pair(slices: Iterable[Slice], equal: Mapping[str, list[str]], names: Container[str]) -> list[Slice]:
     """The slices, with a name of their tensor that is among ``names`` if it has one."""
     if not equal:

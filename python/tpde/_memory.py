@@ -6,7 +6,9 @@ in `_numpy_memory`, PyTorch tensors in `_torch_memory`, which is imported only i
 
 from __future__ import annotations
 
+import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -64,6 +66,34 @@ def device_of(values: Iterable[Any]) -> Any:
         if is_torch(value) and value.device.type == "cuda":
             return value.device
     return None
+
+
+#: A mapping of the process that cannot be written: its first address, and the one behind it.
+_READ_ONLY = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
+
+
+def check_writable(places: Iterable[tuple[str, int, int]]) -> None:
+    """Raises if memory on the CPU is mapped read-only, such as that of a file. A write would end the process. Only Linux is asked.
+
+    Args:
+        places: Name, address and size in bytes of each tensor.
+    """
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            found = _READ_ONLY.findall(maps.read())
+    except OSError:
+        return
+    starts, ends = ([int(one[at], 16) for one in found] for at in range(2))
+    for name, address, size in places:
+        at = bisect_right(ends, address)
+        if size and at < len(starts) and starts[at] < address + size:
+            raise InvalidArgument(f"tensor {name!r} is in memory that is mapped read-only: expected memory that can be written")
+
+
+def places_of(memories: Memories) -> list[tuple[str, int, int]]:
+    """Name, address and size in bytes of tensors that are described, for :func:`check_writable`."""
+    listed = memories if isinstance(memories, list) else memories.memories()
+    return [(one[0], one[3], one[4]) for one in listed]
 
 
 def describe_each(outline: _tpde.Outline, values: list[Any], *, writable: bool = False, device: Any = "cpu") -> Memories:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ._entry import Entry
 from ._errors import Poisoned, TpdeError
+from ._memory import check_writable, places_of
 from ._paths import Digest, StrPath, open_pair
 from ._progress import Progress, progress_callback
 from ._slices import Slice, describe_slices, device_of_slices
@@ -37,7 +38,9 @@ class PreparedSlices:
         device = device_of_slices(slices)
         self._memories = describe_slices(slices, entries, writable=True, device="cpu" if device is None else device)
         self._on_device: Any = None
-        if device is not None and self._memories:
+        if device is None:
+            check_writable(places_of([memory for memory, *_ in self._memories]))
+        elif self._memories:
             from ._device import Application, DevicePair
 
             self._on_device = DevicePair._of_opened(pair, self._pair, device, payloads="pinned")

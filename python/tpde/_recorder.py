@@ -528,6 +528,8 @@ def record(
         of = recorder.memory.refusal("", held, "").tensors
         recorder.memory.refusals.append(Refusal("assignment", of, attribute, "", reason))
     for contents in recorder.memory.contents:
+        if contents.name in assigned:
+            contents.replace()
         if not contents.target.is_listed and contents.copies:
             where = next(iter(contents.copies)).where
             recorder.memory.refusals.append(Refusal("aten.copy_", tuple(contents.tensors), contents.name, where, reason))

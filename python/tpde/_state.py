@@ -12,13 +12,14 @@ from . import _tpde
 from ._arguments import check_kinds
 from ._entry import Entry
 from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
-from ._memory import describe_all, describe_each, device_of
+from ._memory import check_writable, describe_all, describe_each, device_of, places_of
 from ._open import Reader, bases, state_of
 from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_pair, path_of, report
 from ._progress import Progress, progress_callback
 from ._slices import Slice, checked, describe_saved, describe_slices, device_of_slices, is_slices
 from ._tensor import Memories
 from ._tied import first_names, fitting, groups, rank_of
+from ._wrapped import prefix_of, renamed
 
 Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
@@ -205,6 +206,9 @@ def apply_(
         opened = device_pair._pair if device_pair is not None else open_pair(pair, path, expect)
     outline = opened.outline()
     names, is_written = outline.names(), outline.is_written()
+    under = renamed(tensors, names)
+    if under is not tensors:
+        tensors, columns = dict(under), None
     missing = [name for name in names if name not in tensors]
     if missing and strict:
         refuse_rebuilt(target)
@@ -213,8 +217,10 @@ def apply_(
         raise InvalidArgument(f"no tensor of the pair is among the given ones: the pair has {missing[0]!r}, given is {ours!r}")
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        prefix = next(filter(None, map(prefix_of, tensors)), "")
+        but = f", some of which begin with {prefix!r}" if prefix else ""
         raise InvalidArgument(
-            f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones; strict=False skips it"
+            f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones{but}; strict=False skips it"
         )
     if before and strict:
         _check_steps(before, set(names))
@@ -231,6 +237,8 @@ def apply_(
     outputs = describe_each(outline, values, writable=True, device=where) if described is None else described
     # Earlier steps may change what the last one does not.
     written = names if base is not None or before else [*compress(names, is_written)]
+    if device is None:
+        check_writable(places_of(outputs))
     prepared: tuple[list[str], Callable[[], None]] | None = None
 
     def prepare_to_inform() -> tuple[list[str], Callable[[], None]]:
@@ -340,6 +348,8 @@ def apply_slices(
     memories = describe_slices(slices, entries, writable=True, device="cpu" if device is None else device)
     if not memories:
         return "nothing"
+    if device is None:
+        check_writable(places_of([memory for memory, *_ in memories]))
     read_from = None
     if base is not None:
         read_from = _base_of_slices(opened, [entries[one.name] for one in slices], base, device)

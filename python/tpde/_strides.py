@@ -81,6 +81,7 @@ def follow(loops: Iterable[Loop], offset: int, origin: Origin) -> tuple[list[Loo
     sizes, strides = [origin.sizes[at] for at in kept], [origin.strides[at] for at in kept]
     steps = contiguous(sizes)
     digits = [offset // step % size for step, size in zip(steps, sizes)]
+    last = [*digits]  # of all loops together
     followed: list[Loop] = []
     for loop in loops:
         pending = [loop]
@@ -94,11 +95,14 @@ def follow(loops: Iterable[Loop], offset: int, origin: Origin) -> tuple[list[Loo
             by = step // steps[dim]
             if digits[dim] + by * (size - 1) < sizes[dim]:
                 followed.append(Loop(size, by * strides[dim], memory))
+                last[dim] += by * (size - 1)
                 continue
             inner = sizes[dim] // by
             if dim == 0 or sizes[dim] % by or digits[dim] >= by or size % inner:
                 raise NotRectangles("a range of the flattened tensor begins or ends within a row")
             pending += [Loop(size // inner, step * inner, memory * inner), Loop(inner, step, memory)]
+    if any(digit >= size for digit, size in zip(last, sizes)):
+        raise NotRectangles("a range of the flattened tensor begins or ends within a row")
     return followed, origin.offset + sum(digit * stride for digit, stride in zip(digits, strides))
 
 

@@ -29,7 +29,7 @@ from ._cuts import Rectangles, cut, is_within, volume, whole_of, within
 from ._dtypes import byte_shape, is_packed
 from ._kept import Kept, keep
 from ._map import Piece, module_of
-from ._memory import device_of
+from ._memory import check_writable, device_of
 from ._model import memory_range, parameters_of
 from ._paths import Digest, Inspection, StrPath, inspect
 from ._prepared import PreparedSlices
@@ -38,6 +38,7 @@ from ._recorder import record as _record
 from ._slices import Slice, device_of_slices
 from ._state import Outcome
 from ._torch_memory import dtype_of
+from ._wrapped import renamed
 from .torch import _raise_versions_of_slices, apply_slices_
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Map:
 
         A kernel has replaced them after loading. Such modules are loaded again, see :meth:`keep`.
         """
-        live = parameters_of(self._owner)
+        live = self._parameters()
         other = {name for name, layout in self._layouts.items() if name not in live or _map.Layout.of(live[name]) != layout}
         return sorted({module_of(name) for name in other})
 
@@ -178,17 +179,21 @@ class Map:
 
     def _device(self) -> Any:
         """The CUDA device of the parameters; ``None`` for the CPU."""
-        live = parameters_of(self._owner)
+        live = self._parameters()
         return device_of(live[name] for name in self._layouts if name in live)
+
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        """The parameters as they are, under the names that they had."""
+        return renamed(parameters_of(self._owner), self._layouts)
 
     def _addresses(self, without: Container[str] = ()) -> list[Any]:
         """Where parameters are, to notice those that were moved."""
-        live = parameters_of(self._owner)
+        live = self._parameters()
         held = [(name, live.get(name)) for name in self._layouts if module_of(name) not in without]
         return [(name, one.data_ptr(), _map.Layout.of(one)) if one is not None else name for name, one in held]
 
-    def _live(self, without: Container[str] = ()) -> dict[str, torch.Tensor]:
-        live = parameters_of(self._owner)
+    def _live(self, without: Container[str] = ()) -> Mapping[str, torch.Tensor]:
+        live = self._parameters()
         for name, layout in self._layouts.items():
             if module_of(name) in without:
                 continue
@@ -383,6 +388,8 @@ class Prepared:
         if not self._strict:
             self._first, self._of_kept = ([one for one in some if one.name in names] for some in (self._first, self._of_kept))
             copies = [(one, other) for one, other in copies if one.name in names]
+        written = [other for _, other in copies if other.tensor.device.type == "cpu"]
+        check_writable((one.name, one.tensor.data_ptr(), _map.span_of(one.tensor)) for one in written)
         has_base = {one.name for one in tensors if one.base_kind != "none"}
         #: Each further slice of a rectangle, and the first one, and whether the pair needs its base.
         self._copies = [(one, other, one.name in has_base) for one, other in copies]
