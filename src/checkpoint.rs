@@ -118,6 +118,14 @@ pub trait Checkpoint: Sync {
 /// The files of a checkpoint, as a pair describes them (spec section 10.1). A lone file has an empty name.
 #[doc(hidden)]
 pub trait CheckpointFiles {
+    /// Checks that other programs read the same files where these are.
+    ///
+    /// # Errors
+    /// [`Error::BadCheckpoint`] with the file that they may read instead.
+    fn check_unambiguous(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Names in ascending order, and whether the file has tensors. Empty for a checkpoint without files.
     fn names(&self) -> Vec<(String, bool)>;
 

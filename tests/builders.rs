@@ -83,10 +83,14 @@ fn a_pair_that_needs_a_base_is_refused_without_one() {
 
 #[test]
 fn a_header_that_only_the_base_has_needs_the_base() {
-    // The all-zero target is smallest without a base, but its header is still taken from the base.
+    // The all-zero target is smallest without a base, but its long header is still taken from the base.
     let mut files = Files::new();
     files.target.iter_mut().for_each(|tensor| tensor.bytes.fill(0));
     write_file(&files.path("target"), &files.target);
+    for name in ["base", "target"] {
+        let long = with_long_header(fs::read(files.path(name)).unwrap());
+        fs::write(files.path(name), long).unwrap();
+    }
     let pair = files.pair();
     let tensors = Apply::new(&pair).to_memory().unwrap();
     assert!(tensors.iter().all(|(_, bytes)| bytes.iter().all(|&byte| byte == 0)));

@@ -273,12 +273,12 @@ fn a_verification_says_what_was_compared_and_nothing_more() {
     }
     assert!(matches!(found("pair", not_needed, None), Err(Error::InvalidArgument(_))));
 
-    // The pair takes the header from its base, and this base has a different one. Without the base, that cannot be detected.
-    let mut bytes = fs::read(path("base")).unwrap();
-    bytes[9] = b' ';
-    fs::write(path("other"), bytes).unwrap();
-    let other = open(&path("other"));
-    let (_, authenticity, writable, reason) = found("pair", Base::Files(&other), None).unwrap();
+    // The pair takes a long header from its base, and this base has a different one. Without the base, that cannot be detected.
+    let long = |name: &str| with_long_header(fs::read(path(name)).unwrap());
+    fs::write(path("long-base"), long("base")).unwrap();
+    fs::write(path("long-target"), long("target")).unwrap();
+    Encode::new(&open(&path("long-target"))).base(&open(&path("long-base"))).to_path(path("long")).unwrap();
+    let (_, authenticity, writable, reason) = found("long", files, None).unwrap();
     assert_eq!((authenticity, writable), (checked, Some(false)));
     assert!(reason.unwrap().contains("base.file"));
 

@@ -13,8 +13,8 @@ use std::cmp::Reverse;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use tpde::{
-    Apply, BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves, Pair,
-    PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
+    Apply, BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves,
+    OutputFile, Pair, PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
 };
 
 /// Describe a pair
@@ -169,19 +169,21 @@ impl Inspect {
     }
 
     fn write_page(&self, pair: &Pair<FileSource>, path: &Path, common: &Common) -> Result<()> {
-        html::check_free(path, self.force)?;
-        let moves = self.base.as_deref().map(|base| self.moves(pair, base, common)).transpose()?;
+        let base = self.base.as_deref().map(open).transpose()?;
+        let paths = PairPaths::new(&self.pair);
+        let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain([paths.index, paths.blob]).collect();
+        let file = OutputFile::create(path, &inputs, self.force)?;
+        let moves = base.map(|base| self.moves(pair, &base, common)).transpose()?;
         let summary = summary(pair.index(), PairPaths::new(&self.pair));
         let name = summary.index.with_extension("").file_name().map(|name| Escaped(&name.to_string_lossy()).to_string());
         let page = html::page(&name.unwrap_or_default(), &summary.facts(), &Figures::new(pair.index(), moves));
-        html::write(path, &page, self.force)
+        file.publish(page.as_bytes())
     }
 
     /// How far the lanes of all tensors move.
-    fn moves(&self, pair: &Pair<FileSource>, base: &Path, common: &Common) -> Result<Moves> {
-        let base = open(base)?;
+    fn moves(&self, pair: &Pair<FileSource>, base: &dyn Checkpoint, common: &Common) -> Result<Moves> {
         let bar = common.bar("inspect", pair.index().tensor_bytes().1);
-        let apply = Apply::new(pair).base(&base).progress(|bytes| bar.inc(bytes));
+        let apply = Apply::new(pair).base(base).progress(|bytes| bar.inc(bytes));
         let mut names: Vec<_> = pair.index().tensors().map(|tensor| tensor.name.to_owned()).collect();
         names.dedup(); // the parts of a tensor follow one another
         let mut all = Moves::default();

@@ -8,9 +8,8 @@ use clap_mangen::Man as Page;
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::fmt;
-use std::io;
 use std::path::{Path, PathBuf};
-use tpde::Error;
+use tpde::{Error, OutputFile};
 
 /// Print the manual page, or write those of all verbs
 #[derive(Args)]
@@ -51,13 +50,9 @@ fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
         left.extend(command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned());
         let page = Page::new(command);
         let path = dir.join(page.get_filename());
-        let error = |source| Error::Io { action: "write", path: path.clone(), source };
-        // Writing to a pipe would block, and writing to a device would change it.
-        if path.metadata().is_ok_and(|found| !found.is_file()) {
-            return Err(error(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")));
-        }
         let mut bytes = Vec::new();
-        page.render(&mut bytes).and_then(|()| std::fs::write(&path, bytes)).map_err(error)?;
+        page.render(&mut bytes).map_err(|source| Error::Io { action: "write", path: path.clone(), source })?;
+        OutputFile::create(&path, &[], true)?.publish(&bytes)?;
         files.push(JsonPath(path));
     }
     Ok(Report::Files { files })

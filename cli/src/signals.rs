@@ -69,12 +69,8 @@ pub struct TemporaryFolder(tempfile::TempDir);
 
 impl TemporaryFolder {
     pub fn create(prefix: &str) -> io::Result<Self> {
-        Self::create_in(&std::env::temp_dir(), prefix)
-    }
-
-    pub fn create_in(parent: &Path, prefix: &str) -> io::Result<Self> {
         let mut folder = folder(); // locked: a signal waits until the folder is recorded
-        let created = tempfile::Builder::new().prefix(prefix).tempdir_in(parent)?;
+        let created = tempfile::Builder::new().prefix(prefix).tempdir()?;
         *folder = Some(created.path().to_owned());
         Ok(Self(created))
     }

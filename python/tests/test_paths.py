@@ -130,9 +130,14 @@ def test_verify_says_whether_it_excludes_forgery_and_whether_files_can_be_writte
     with pytest.raises(tpde.InvalidArgument, match="no_base"):
         tpde.verify(made.pair, base=made.base, no_base=True)
 
-    # The target has the base's header, so the pair does not store it. Another base has the same tensors but a different header.
-    write_safetensors(tmp_path / "plain.safetensors", made.base_bytes)
-    write_safetensors(tmp_path / "tuned.safetensors", made.target_bytes)
+    # The target has the base's header, so the pair does not store it, as it is long. Another base has the same tensors but a
+    # different header.
+    for name, tensors in (("plain", made.base_bytes), ("tuned", made.target_bytes)):
+        path = tmp_path / f"{name}.safetensors"
+        write_safetensors(path, tensors)
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        path.write_bytes((size + 8192).to_bytes(8, "little") + content[8 : 8 + size] + b" " * 8192 + content[8 + size :])
     tpde.encode(tmp_path / "tuned.safetensors", tmp_path / "same-header", base=tmp_path / "plain.safetensors")
     authenticity, writable, reason = found(tpde.verify(tmp_path / "same-header", base=made.base))
     assert (authenticity, writable) == ("checked", False) and reason is not None and "base.file" in reason
@@ -297,3 +302,29 @@ class TestErrors:
     def test_a_panic_is_an_exception_too(self) -> None:
         with pytest.raises(tpde.Internal, match="a panic for the tests"):
             tpde._tpde._panic()
+
+
+def test_older_weights_that_loaders_prefer(made: Made, tmp_path: Path) -> None:
+    index = "model.safetensors.index.json"
+    for name, tensors in (("base", made.base_bytes), ("target", made.target_bytes)):
+        (tmp_path / name).mkdir()
+        weight_map = {tensor: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, tensor in enumerate(tensors)}
+        for shard in sorted(set(weight_map.values())):
+            write_safetensors(tmp_path / name / shard, {tensor: raw for tensor, raw in tensors.items() if weight_map[tensor] == shard})
+        (tmp_path / name / index).write_text(json.dumps({"weight_map": weight_map}))
+    tpde.encode(tmp_path / "target", tmp_path / "shards", base=tmp_path / "base")
+    served = tmp_path / "served"
+    served.mkdir()
+    write_safetensors(served / "model.safetensors", made.base_bytes)
+    with pytest.raises(tpde.BadCheckpoint, match="model.safetensors"):
+        tpde.apply(tmp_path / "shards", served, base=tmp_path / "base")
+    assert [path.name for path in served.iterdir()] == ["model.safetensors"]
+    tpde.apply(tmp_path / "shards", served, base=tmp_path / "base", replace=True)
+    assert sorted(path.name for path in served.iterdir()) == sorted(path.name for path in (tmp_path / "target").iterdir())
+
+    # The mirror image: transformers reads the file, and the library reads the shards.
+    write_safetensors(served / "model.safetensors", made.base_bytes)
+    with pytest.raises(tpde.BadCheckpoint, match="model.safetensors"):
+        tpde.encode(served, tmp_path / "both", base=tmp_path / "base")
+    tpde.encode(served / index, tmp_path / "both", base=tmp_path / "base")
+    assert [file["name"] for file in tpde.inspect(tmp_path / "both").files][-1] == index

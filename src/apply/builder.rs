@@ -102,7 +102,8 @@ impl<'a, B: Source> Apply<'a, B> {
         self
     }
 
-    /// Sets whether [`Apply::to_path`] may replace existing files. The default is `false`.
+    /// Sets whether [`Apply::to_path`] may replace existing files, and may remove older weights that programs would read instead of
+    /// the output. The default is `false`.
     pub fn overwrite(mut self, on: bool) -> Self {
         self.overwrite = on;
         self
@@ -135,7 +136,9 @@ impl<'a, B: Source> Apply<'a, B> {
     /// # Errors
     /// - The errors of [`Apply::check_writable`], before anything is written, and those of [`Apply::to_sink`].
     /// - [`Error::InvalidArgument`] if the output is, contains, or is inside a file or folder of the base or the pair.
-    /// - [`Error::BadCheckpoint`] if an existing folder has other files that readers would mix with those of the pair.
+    /// - [`Error::BadCheckpoint`] if an existing folder has other files that programs would read instead of those of the pair, or
+    ///   with them. With [`overwrite`](Apply::overwrite), files of the same checkpoint and files with names that common loaders
+    ///   look for are removed instead.
     /// - [`Error::Io`] if `path` exists and [`overwrite`](Apply::overwrite) is not set; if `path` is neither a regular file nor a
     ///   folder; or if another process holds a lock on the folder for 30 seconds.
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<ApplyReport> {

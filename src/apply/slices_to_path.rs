@@ -4,10 +4,10 @@ use super::run::ApplyReport;
 use crate::checkpoint::TensorInfo;
 use crate::error::{Error, Escaped, Result};
 use crate::index::ValidatedIndex;
-use crate::publish::{Publication, check_apart};
+use crate::publish::{check_apart, reserve};
 use crate::reader::PayloadDigests;
 use crate::rectangle::Rectangle;
-use crate::safetensors::compose;
+use crate::safetensors::{Neighbours, compose};
 use crate::slice::{SliceLayout, SliceMut};
 use crate::watch::Progress;
 use std::collections::BTreeMap;
@@ -40,12 +40,13 @@ pub(super) fn write(
     let Output { path, replace, inputs, progress, group_bytes } = output;
     let infos = slices.iter().map(|(name, rectangle)| info(index, name, rectangle)).collect::<Result<Vec<_>>>()?;
     let (composed, tensors) = compose(infos)?;
-    check_apart(&[path.to_owned()], &inputs)?;
-    let mut publication = Publication::files(path, replace);
+    let neighbours = Neighbours::of_file(path, replace);
+    check_apart(&[&[path.to_owned()], &neighbours.stale()?[..]].concat(), &inputs)?;
+    let mut publication = neighbours.publication();
     publication.check_space(composed.size())?;
     let file = publication.add(path)?;
     let error = |e| Error::io("write", path, e);
-    file.set_len(composed.size()).and_then(|()| (&*file).write_all(&composed.content)).map_err(error)?;
+    reserve(&file, composed.size()).and_then(|()| (&*file).write_all(&composed.content)).map_err(error)?;
     let mut report = ApplyReport { tensors: 0, bytes: 0, digests_checked: true, payload_digests: PayloadDigests::All };
     let mut rest = &tensors[..];
     while let Some(first) = rest.first() {
@@ -64,7 +65,7 @@ pub(super) fn write(
         file.write_all_at(&bytes, composed.content.len() as u64 + first.offset).map_err(error)?;
         rest = next;
     }
-    publication.commit_after(progress, &|| Ok(()))?;
+    publication.commit_after(progress, &|| neighbours.stale())?;
     Ok(report)
 }
 

@@ -5,9 +5,9 @@ use super::run::{ApplyReport, Run, Sink};
 use crate::checkpoint::CheckpointFiles;
 use crate::error::{Error, Result};
 use crate::index::{Tensor, ValidatedIndex};
-use crate::publish::{Publication, check_apart};
+use crate::publish::{Publication, check_apart, reserve};
 use crate::rectangle::Runs;
-use crate::safetensors::{Location, Locations, Output, barrier, outputs};
+use crate::safetensors::{Location, Locations, Neighbours, Output, outputs};
 use crate::source::Source;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -53,13 +53,15 @@ pub(super) fn write<B: Source>(
     let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
     let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
     let inputs: Vec<_> = run.whole_base.paths().into_iter().chain(run.pair.paths()).collect();
-    check_apart(&[&[path.to_owned()], &paths[..]].concat(), &inputs)?;
-    let mut publication =
-        if is_lone { Publication::files(path, replace) } else { Publication::folder(path, barrier(path, &outputs)?, replace) };
+    let neighbours = match is_lone {
+        true => Neighbours::of_file(path, replace),
+        false => Neighbours::of_folder(path, outputs.iter().map(|output| output.name.clone()), replace),
+    };
+    check_apart(&[&[path.to_owned()], &paths[..], &neighbours.stale()?[..]].concat(), &inputs)?;
+    let mut publication = neighbours.publication();
     let report = stage(run, &outputs, locations, &mut publication, paths)?;
-    // Check the folder again: other files may have appeared during the work.
-    let check = || if is_lone { Ok(()) } else { barrier(path, &outputs).map(drop) };
-    publication.commit_after(run.progress, &check)?;
+    // Look again: other files may have appeared during the work.
+    publication.commit_after(run.progress, &|| neighbours.stale())?;
     Ok(report)
 }
 
@@ -74,7 +76,9 @@ fn stage<B: Source>(
     publication.check_space(outputs.iter().map(Output::size).fold(0, u64::saturating_add))?;
     for (output, path) in outputs.iter().zip(&paths) {
         let file = publication.add(path)?;
-        file.set_len(output.size()).and_then(|()| (&*file).write_all(&output.content)).map_err(|e| Error::io("write", path, e))?;
+        reserve(&file, output.size())
+            .and_then(|()| (&*file).write_all(&output.content))
+            .map_err(|e| Error::io("write", path, e))?;
     }
     let runs: Vec<_> = run.pair.index().tensors().map(|tensor| tensor.runs()).collect();
     let gathered = gathered(run.pair.index(), &runs);

@@ -1,6 +1,6 @@
 //! Advisory locks on folders.
 
-use super::folder::folder_of;
+use super::folder::{Folder, folder_of};
 use crate::error::{Error, Result};
 use crate::watch::Progress;
 use rustix::fs::{FlockOperation, flock};
@@ -29,12 +29,13 @@ impl<'a> FolderLock<'a> {
     /// # Errors
     /// [`Error::Io`] of kind `TimedOut`; any error of `progress`, which is called while waiting.
     pub fn take(
-        folder: &'a File,
+        folder: &'a Folder,
         path: &Path,
         operation: FlockOperation,
         timeout: Duration,
         progress: Progress<'_>,
     ) -> Result<Self> {
+        let Some(folder) = &folder.file else { return Ok(Self(None)) };
         let begin = Instant::now();
         let mut warned = false;
         loop {
@@ -84,7 +85,7 @@ pub(super) fn between_within<T>(
     read: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     let path = folder_of(path);
-    let folder = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
+    let folder = Folder::open(&path)?;
     let _lock = FolderLock::take(&folder, &path, FlockOperation::NonBlockingLockShared, timeout, progress)?;
     read()
 }

@@ -4,22 +4,28 @@
 //! synced before the first one gets its name. A lock on the folder serialises the commits of several writers. A reader that finds a
 //! mixture takes the lock to wait for the end of a commit.
 
+mod courtesy;
 mod folder;
 mod lock;
 mod output;
+mod output_file;
 mod overlap;
 mod staged;
 mod temporaries;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use courtesy::reserve;
 pub(crate) use lock::between_publications;
+pub(crate) use output::check_free;
+pub use output_file::OutputFile;
 pub(crate) use overlap::check_apart;
 pub use temporaries::Temporaries;
 
 use crate::error::{Error, Result};
 use crate::watch::Progress;
-use folder::{folder_of, sync_folder};
+use courtesy::{is_refused, or_warn};
+use folder::{Folder, folder_of};
 use lock::{FolderLock, LOCK_TIMEOUT};
 use rustix::fs::FlockOperation;
 use staged::{OpenFiles, Staged};
@@ -30,6 +36,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use temporaries::{Temporary, hold_signals};
+
+/// What is missing if a file cannot be synced.
+const LOST: &str = "its bytes may not survive a crash of the machine";
 
 /// A set of files that are published together.
 #[derive(Debug)]
@@ -88,6 +97,11 @@ impl Publication {
         Self::new(folder_of(path), Destination::NewFolder(path.to_owned()), false)
     }
 
+    /// A publication of one file in the existing folder `path`. `barrier` exists while stale files are removed.
+    pub fn file_in(path: &Path, barrier: Barrier, replace: bool) -> Self {
+        Self::new(path.to_owned(), Destination::Folder(barrier), replace)
+    }
+
     fn new(folder: PathBuf, destination: Destination, replace: bool) -> Self {
         Self { folder, destination, files: Vec::new(), open: OpenFiles::default(), replace, lock_timeout: LOCK_TIMEOUT }
     }
@@ -130,7 +144,12 @@ impl Publication {
     /// [`Error::Io`] if the file system has less space.
     pub fn check_space(&self, size: u64) -> Result<()> {
         let error = |e| Error::io("write to", &self.folder, e);
-        let available = rustix::fs::statvfs(&self.folder).map_err(|e| error(e.into()))?;
+        let available = match rustix::fs::statvfs(&self.folder) {
+            // Some file systems do not know their size.
+            Ok(found) if found.f_blocks == 0 => return Ok(()),
+            Err(refused) if is_refused(refused) => return Ok(()),
+            outcome => outcome.map_err(|e| error(e.into()))?,
+        };
         let available = available.f_bavail.saturating_mul(available.f_frsize);
         if size > available {
             let reason = format!("{size} bytes are needed, but only {available} are available");
@@ -150,48 +169,50 @@ impl Publication {
     /// - [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder for longer than [`LOCK_TIMEOUT`].
     /// - [`Error::Cancelled`] from `progress`.
     pub fn commit(self, progress: Progress<'_>) -> Result<()> {
-        self.commit_after(progress, &|| Ok(()))
+        self.commit_after(progress, &|| Ok(Vec::new()))
     }
 
-    /// Like [`Publication::commit`], but first calls `check`, with the lock held and before the first file gets its name. A new
-    /// folder takes no lock and makes no check.
+    /// Like [`Publication::commit`], but first calls `stale`, with the lock held and before the first file gets its name. The files
+    /// that it returns are removed in this order, while the barrier exists. A new folder takes no lock and has no stale files.
     ///
     /// # Errors
-    /// The errors of [`Publication::commit`] and of `check`.
-    pub fn commit_after(mut self, progress: Progress<'_>, check: &dyn Fn() -> Result<()>) -> Result<()> {
+    /// The errors of [`Publication::commit`] and of `stale`.
+    pub fn commit_after(mut self, progress: Progress<'_>, stale: &dyn Fn() -> Result<Vec<PathBuf>>) -> Result<()> {
         for (i, Output { path, mode, .. }) in self.files.iter().enumerate() {
             progress.done(0)?;
             let file = self.file(i)?;
             if let Some(mode) = mode {
-                file.set_permissions(Permissions::from_mode(*mode)).map_err(|e| Error::io("set the mode of", path, e))?;
+                let set = file.set_permissions(Permissions::from_mode(*mode));
+                or_warn(set, path, "the mode of the file that is replaced cannot be set")
+                    .map_err(|e| Error::io("set the mode of", path, e))?;
             }
-            file.sync_all().map_err(|e| Error::io("sync", path, e))?;
+            or_warn(file.sync_all(), path, LOST).map_err(|e| Error::io("sync", path, e))?;
         }
         progress.done(0)?;
         let files = std::mem::take(&mut self.files);
         if let Destination::NewFolder(path) = &self.destination {
             return self.commit_new_folder(path, files);
         }
-        let folder = File::open(&self.folder).map_err(|e| Error::io("open", &self.folder, e))?;
+        let folder = Folder::open(&self.folder)?;
         let _lock = FolderLock::take(&folder, &self.folder, FlockOperation::NonBlockingLockExclusive, self.lock_timeout, progress)?;
         for file in &files {
             output::check_free(&file.path, self.replace)?; // another writer may have published since `add`
         }
-        check()?;
+        let stale = stale()?;
         match &self.destination {
             // One file needs no barrier, unless an interrupted publication left one, which must be replaced or removed.
-            Destination::Folder(barrier) if files.len() > 1 || self.folder.join(&barrier.name).exists() => {
-                self.commit_folder(&folder, barrier, files)
+            Destination::Folder(barrier) if files.len() > 1 || !stale.is_empty() || self.folder.join(&barrier.name).is_file() => {
+                self.commit_folder(&folder, barrier, files, &stale)
             }
             _ => self.commit_files(&folder, files),
         }
     }
 
-    fn commit_files(&self, folder: &File, files: Vec<Output>) -> Result<()> {
+    fn commit_files(&self, folder: &Folder, files: Vec<Output>) -> Result<()> {
         let held = hold_signals();
         self.publishing(|published| publish(files, self.replace, published))?;
         drop(held);
-        folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e))
+        folder.sync()
     }
 
     fn commit_new_folder(&self, path: &Path, files: Vec<Output>) -> Result<()> {
@@ -201,34 +222,36 @@ impl Publication {
             let name = path.file_name().unwrap_or_default(); // `add` has checked that the path has a name
             staged.publish(&temporary.path().join(name), false).map_err(|e| Error::io("publish", &path, e))?;
         }
-        sync_folder(temporary.path())?;
+        Folder::open(temporary.path())?.sync()?;
         temporary.rename_new(path).map_err(|e| Error::io("publish", path, e))?;
         drop(held);
-        sync_folder(&self.folder)
+        Folder::open(&self.folder)?.sync()
     }
 
-    /// Replaces the files of an existing folder while the barrier exists. Each step is synced before the next one begins.
-    fn commit_folder(&self, folder: &File, barrier: &Barrier, mut files: Vec<Output>) -> Result<()> {
-        let sync = || folder.sync_all().map_err(|e| Error::io("sync", &self.folder, e));
+    /// Replaces the files of an existing folder, and removes stale ones, while the barrier exists. Each step is synced before the
+    /// next one begins.
+    fn commit_folder(&self, folder: &Folder, barrier: &Barrier, mut files: Vec<Output>, stale: &[PathBuf]) -> Result<()> {
         let path = self.folder.join(&barrier.name);
         let error = |e| Error::io("publish", &path, e);
         let last = files.iter().position(|file| file.path == path).map(|i| files.remove(i));
         let held = hold_signals();
         let (staged, file) = Staged::create(&self.folder, 0o666).map_err(error)?;
-        (&*file).write_all(barrier.content).and_then(|()| file.sync_all()).map_err(error)?;
+        (&*file).write_all(barrier.content).and_then(|()| or_warn(file.sync_all(), &path, LOST)).map_err(error)?;
         self.publishing(|published| {
             staged.publish(&path, self.replace).map_err(error)?;
             published.push(path.clone());
-            sync()?;
+            folder.sync()?;
             publish(files, self.replace, published)?;
-            sync()?;
+            // The barrier has replaced a stale file of its name.
+            stale.iter().filter(|stale| **stale != path).try_for_each(|stale| remove(stale))?;
+            folder.sync()?;
             match last {
                 Some(Output { staged, path, .. }) => staged.publish(&path, true).map_err(|e| Error::io("publish", &path, e)),
-                None => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
+                None => remove(&path),
             }
         })?;
         drop(held);
-        sync()
+        folder.sync()
     }
 
     /// Runs `commit`, which adds the paths that it publishes to a list. If it fails without `replace`, removes these paths: nothing
@@ -240,6 +263,14 @@ impl Publication {
             published.iter().rev().for_each(|path| _ = std::fs::remove_file(path));
         }
         outcome
+    }
+}
+
+/// Removes a file, if it still exists.
+fn remove(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path, e)),
+        _ => Ok(()),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Checks whether a file may be published at a path.
 
+use super::courtesy::is_refused;
 use super::folder::folder_of;
 use crate::error::{Error, Result};
 use std::io;
@@ -17,7 +18,7 @@ const MAX_LINKS: usize = 40;
 ///
 /// # Errors
 /// [`Error::Io`] in all other cases.
-pub(super) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
+pub(crate) fn check_free(path: &Path, replace: bool) -> Result<Option<u32>> {
     let look = |e| Error::io("look at", path, e);
     let refuse = |kind, reason: &str| Err(Error::io("replace", path, io::Error::new(kind, reason)));
     let link = match path.symlink_metadata() {
@@ -51,8 +52,10 @@ fn leads_through_proc(path: &Path) -> io::Result<bool> {
     for _ in 0..MAX_LINKS {
         let Ok(to) = path.read_link() else { return Ok(false) };
         let folder = folder_of(&path);
-        if rustix::fs::statfs(&folder)?.f_type == rustix::fs::PROC_SUPER_MAGIC {
-            return Ok(true);
+        match rustix::fs::statfs(&folder) {
+            Ok(found) if found.f_type == rustix::fs::PROC_SUPER_MAGIC => return Ok(true),
+            Err(error) if !is_refused(error) => return Err(error.into()), // /proc itself does not refuse
+            _ => {}
         }
         path = folder.join(to);
     }

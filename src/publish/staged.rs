@@ -1,5 +1,6 @@
 //! Files that get their final names only after they are written.
 
+use super::courtesy::{is_refused, or_warn};
 use super::folder::folder_of;
 use super::temporaries::Temporary;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
@@ -109,10 +110,7 @@ fn unnamed(folder: &Path, mode: u32) -> Option<File> {
 
 /// Whether this error of [`link`] means that the system can create unnamed files but cannot name them.
 fn is_refusal(error: Errno) -> bool {
-    matches!(
-        error,
-        Errno::PERM | Errno::ACCESS | Errno::NOENT | Errno::XDEV | Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP | Errno::LOOP
-    )
+    is_refused(error) || matches!(error, Errno::NOENT | Errno::XDEV | Errno::LOOP)
 }
 
 /// Gives an unnamed file a name. If the system refuses that, creates a synced copy with this name instead.
@@ -125,8 +123,8 @@ fn link_or_copy(mut file: &File, path: &Path) -> io::Result<()> {
     let mut fill = || {
         file.rewind()?;
         io::copy(&mut file, &mut &copy)?;
-        copy.set_permissions(file.metadata()?.permissions())?;
-        copy.sync_all()
+        or_warn(copy.set_permissions(file.metadata()?.permissions()), path, "its mode cannot be set")?;
+        or_warn(copy.sync_all(), path, "its bytes may not survive a crash of the machine")
     };
     fill().inspect_err(|_| _ = std::fs::remove_file(path))
 }

@@ -1,7 +1,7 @@
 //! Creates temporary files and folders, and removes them.
 
+use super::courtesy::is_refused;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
-use rustix::io::Errno;
 use std::collections::BTreeSet;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -106,7 +106,7 @@ impl Temporary {
             Ok(()) => self.keep(),
             // The file system does not support NOREPLACE. A hard link also fails if the name exists, but folders and some file
             // systems have no hard links. For them, a check and a plain rename remain, which are not atomic.
-            Err(Errno::INVAL | Errno::NOSYS) => match std::fs::hard_link(&self.0, to) {
+            Err(error) if is_refused(error) => match std::fs::hard_link(&self.0, to) {
                 Ok(()) => {} // the temporary name is removed on drop
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(e),
                 Err(_) if to.symlink_metadata().is_ok() => return Err(io::ErrorKind::AlreadyExists.into()),

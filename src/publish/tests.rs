@@ -86,8 +86,8 @@ fn a_failure_behind_a_barrier_leaves_the_folder_as_it_was_unless_files_were_to_b
                 Output { staged, path: folder.path().join(name), mode: None }
             };
             let files = added.iter().enumerate().map(output).collect();
-            let open = File::open(folder.path()).unwrap();
-            assert_eq!(kind(publication.commit_folder(&open, barrier, files)), io::ErrorKind::NotFound);
+            let open = Folder::open(folder.path()).unwrap();
+            assert_eq!(kind(publication.commit_folder(&open, barrier, files, &[])), io::ErrorKind::NotFound);
             if replace {
                 assert_eq!(fs::read(folder.path().join("index")).unwrap(), b"barrier", "readers refuse what is half replaced");
             } else {
@@ -118,7 +118,7 @@ fn files_published_before_one_that_appears_meanwhile_are_taken_back() {
     publication.add(&second).unwrap();
     let files = std::mem::take(&mut publication.files);
     fs::write(&second, "theirs").unwrap();
-    assert_eq!(kind(publication.commit_files(&File::open(folder.path()).unwrap(), files)), io::ErrorKind::AlreadyExists);
+    assert_eq!(kind(publication.commit_files(&Folder::open(folder.path()).unwrap(), files)), io::ErrorKind::AlreadyExists);
     assert_eq!(names(folder.path()), ["second"]);
     assert_eq!(fs::read(&second).unwrap(), b"theirs");
 }

@@ -1,7 +1,9 @@
 //! Checkpoints in safetensors files and sharded folders.
 
 use super::as_base::{TargetContent, base_fault};
+use super::folder::Folder;
 use super::header::{self, FileTensor, Header};
+use super::neighbours::SHARD_INDEX;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, TensorInfo};
 use crate::digest;
 use crate::error::{Error, Escaped, Result};
@@ -9,17 +11,12 @@ use crate::format::{DIGEST_SIZE, FileKind};
 use crate::index::is_file_name;
 use crate::source::{FileSource, OpenFiles, Source};
 use crate::writer::FileSpec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Maximum size of a shard index in bytes.
 const SHARD_INDEX_LIMIT: u64 = 100_000_000;
-/// The extension of shard indexes.
-pub(super) const SHARD_INDEX: &str = ".safetensors.index.json";
-/// The extension of safetensors files.
-pub(super) const SAFETENSORS: &str = ".safetensors";
-
 /// A checkpoint in a safetensors file or in a folder of safetensors files. Tensors are read in ranges and not held in memory.
 ///
 /// If a folder has more than 16 files, at most 16 stay open. The others are reopened when they are read.
@@ -32,6 +29,8 @@ pub struct SafetensorsCheckpoint {
     tensors: Vec<TensorInfo>,
     /// For each tensor, its location in `files`.
     locations: Vec<Location>,
+    /// The file that other programs may read instead of this checkpoint, if the caller has chosen neither.
+    rival: Option<String>,
     not_included: Vec<String>,
 }
 
@@ -94,78 +93,72 @@ impl Shard {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens a `.safetensors` file or a folder. If a folder has a `*.safetensors.index.json`, its shards are the files named there;
-    /// otherwise all its `.safetensors` files. Hidden files and sub-folders are ignored.
+    /// Opens a `.safetensors` file, a folder, or the shard index of a folder. If a folder has a `*.safetensors.index.json`, its
+    /// shards are the files named there; otherwise all its `.safetensors` files. Hidden files and sub-folders are ignored. Of a
+    /// folder with several shard indexes, one of them must be given.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read; [`Error::BadCheckpoint`] if `path` is not a valid checkpoint; [`Error::Changed`] if
     /// a file changes while it is being opened.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        if path.is_dir() { Self::open_folder(path) } else { Self::from_files(path, vec![(path.to_owned(), String::new())]) }
+        if path.is_dir() {
+            return Self::open_folder(path, Folder::list(path)?);
+        }
+        match path.file_name().and_then(|name| name.to_str()) {
+            Some(name) if name.ends_with(SHARD_INDEX) => {
+                let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
+                Self::open_folder(folder, Folder::list(folder)?.with_index(name))
+            }
+            _ => Self::from_files(path, vec![(path.to_owned(), String::new())], None),
+        }
     }
 
-    fn open_folder(path: &Path) -> Result<Self> {
-        let bad = |reason: &dyn std::fmt::Display| Error::bad_checkpoint(path, reason);
-        let mut names = BTreeSet::new();
-        for entry in path.read_dir().map_err(|e| Error::io("list", path, e))? {
-            let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
-            names.insert(name.to_string_lossy().into_owned());
-        }
-        // A folder is no file of the checkpoint, whatever its name ends with.
-        let is_file = |name: &str| !path.join(name).is_dir();
-        let with_ending = |ending: &'static str| {
-            names.iter().filter(move |name| name.ends_with(ending) && !name.starts_with('.') && is_file(name))
-        };
-        let mut indexes = with_ending(SHARD_INDEX);
-        let shard_index = indexes.next().cloned();
-        if let (Some(one), Some(other)) = (&shard_index, indexes.next()) {
-            return Err(bad(&format_args!("two shard indexes, {} and {}", Escaped(one), Escaped(other))));
-        }
-        let shard_index = match shard_index {
+    fn open_folder(path: &Path, folder: Folder) -> Result<Self> {
+        let shard_index = match folder.shard_index()? {
             Some(name) => {
-                check_name(path, &name, FileKind::Verbatim)?;
-                let mut source = FileSource::open(path.join(&name))?;
+                check_name(path, name, FileKind::Verbatim)?;
+                let mut source = FileSource::open(path.join(name))?;
                 source.settle()?;
                 let content = source.read_all("size of the shard index", SHARD_INDEX_LIMIT)?.to_vec();
-                Some(ShardIndex { name, content, source })
+                Some(ShardIndex { name: name.to_owned(), content, source })
             }
             None => None,
         };
         let map = shard_index.as_ref().map(|index| header::weight_map(index.source.path(), &index.content)).transpose()?;
-        let shards: BTreeSet<&String> = match &map {
-            Some(map) => map.values().collect(),
-            None => with_ending(SAFETENSORS).collect(),
+        let shards: BTreeSet<&str> = match &map {
+            Some(map) => map.values().map(String::as_str).collect(),
+            None => folder.safetensors().collect(),
         };
         if shards.is_empty() {
-            return Err(bad(&"no .safetensors file in this folder"));
+            return Err(folder.without_checkpoint());
         }
-        let mut files = Vec::new();
-        for &name in &shards {
-            check_name(path, name, FileKind::Safetensors)?;
-            if !names.contains(name) || !is_file(name) {
-                return Err(bad(&format_args!("the shard index names {}, which is missing", Escaped(name))));
-            }
-            files.push((path.join(name), name.clone()));
+        shards.iter().try_for_each(|name| check_name(path, name, FileKind::Safetensors))?;
+        if let Some(index) = &shard_index {
+            folder.check_shards(&index.name, &shards)?;
         }
-        let mut checkpoint = Self::from_files(path, files)?;
+        let files = shards.iter().map(|name| (path.join(name), (*name).to_owned())).collect();
+        let mut checkpoint = Self::from_files(path, files, map.as_ref())?;
         for (tensor, shard) in map.iter().flatten() {
             let shard_of_tensor = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.locations[i].file as usize].name);
             if shard_of_tensor != Some(shard) {
-                return Err(bad(&format_args!(
-                    "the shard index has tensor {} in {}, which does not",
-                    Escaped(tensor),
-                    Escaped(shard)
-                )));
+                let (tensor, shard) = (Escaped(tensor), Escaped(shard));
+                let found = match shard_of_tensor {
+                    Some(other) => format!("but it is in {}", Escaped(other)),
+                    None => "but no shard has it".to_owned(),
+                };
+                let reason = format_args!("the shard index has tensor {tensor} in {shard}, {found}: correct the shard index");
+                return Err(Error::bad_checkpoint(path, reason));
             }
         }
-        let is_included = |name: &String| shards.contains(name) || shard_index.as_ref().is_some_and(|index| index.name == *name);
-        checkpoint.not_included = names.iter().filter(|name| !is_included(name)).cloned().collect();
+        checkpoint.rival = shard_index.as_ref().and_then(|index| folder.rival(&index.name, &shards));
+        checkpoint.not_included = folder.others(shard_index.as_ref().map(|index| &*index.name), &shards);
         checkpoint.shard_index = shard_index;
         Ok(checkpoint)
     }
 
-    fn from_files(path: &Path, paths: Vec<(PathBuf, String)>) -> Result<Self> {
+    /// Opens files. `map` is the map of their shard index, if they have one.
+    fn from_files(path: &Path, paths: Vec<(PathBuf, String)>, map: Option<&BTreeMap<String, String>>) -> Result<Self> {
         let mut files = Vec::new();
         let mut all = Vec::new();
         let shared = (paths.len() > OpenFiles::MAX_OPEN).then(Arc::<OpenFiles>::default);
@@ -179,10 +172,17 @@ impl SafetensorsCheckpoint {
         }
         all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         if let Some(pair) = all.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
-            return Err(Error::bad_checkpoint(path, format_args!("tensor {} occurs twice", Escaped(&pair[0].0.name))));
+            let name = &pair[0].0.name;
+            let [first, second] = [0, 1].map(|i| Escaped(&files[pair[i].1.file as usize].name).to_string());
+            let how = match map.and_then(|map| map.get(name)) {
+                Some(named) => format!("the shard index names {}: remove the tensor from the other file", Escaped(named)),
+                None => "give one of the files, or a folder with one checkpoint".to_owned(),
+            };
+            let reason = format_args!("tensor {} occurs twice, in {first} and {second}: {how}", Escaped(name));
+            return Err(Error::bad_checkpoint(path, reason));
         }
         let (tensors, locations) = all.into_iter().unzip();
-        Ok(Self { path: path.to_owned(), files, shard_index: None, tensors, locations, not_included: Vec::new() })
+        Ok(Self { path: path.to_owned(), files, shard_index: None, tensors, locations, rival: None, not_included: Vec::new() })
     }
 
     /// The path that was opened.
@@ -212,12 +212,33 @@ impl SafetensorsCheckpoint {
     }
 }
 
-/// The files of `target` as a pair describes them. If the base has a file with the same name and content, the content is neither
-/// stored nor held in memory.
-pub(crate) fn file_specs(target: &dyn CheckpointFiles, base: Option<&dyn CheckpointFiles>) -> Result<Vec<FileSpec>> {
-    let spec = |(name, has_tensors): (String, bool)| {
-        let missing = || Error::InvalidArgument(format!("the target has no file {}", Escaped(&name)));
-        let (content_size, content_digest) = target.digest(&name, has_tensors)?.ok_or_else(missing)?;
+/// Contents of files that the base has too are stored as well if all contents together have at most so many bytes,
+const STORED_BYTES: u64 = 4096;
+/// or at most this share of the target's tensors. Compressed, they then add a fraction of a percent to a pair.
+const STORED_SHARE: u64 = 8192;
+
+/// The files of `target` as a pair describes them. `tensor_bytes` is the size of its tensors.
+///
+/// A pair that stores the contents of its files needs only the tensors of its base, whatever files they are in. If that would
+/// enlarge the pair noticeably, contents that equal those of a file of the base of the same name are left out, and not held in
+/// memory either.
+///
+/// # Errors
+/// [`Error::BadCheckpoint`] if other programs may read other tensors than this library where target or base are;
+/// [`Error::Io`].
+pub(crate) fn file_specs(
+    target: &dyn CheckpointFiles,
+    tensor_bytes: u64,
+    base: Option<&dyn CheckpointFiles>,
+) -> Result<Vec<FileSpec>> {
+    [Some(target), base].into_iter().flatten().try_for_each(|files| files.check_unambiguous())?;
+    let missing = |name: &str| Error::InvalidArgument(format!("the target has no file {}", Escaped(name)));
+    let names = target.names();
+    let digests = names.iter().map(|(name, has_tensors)| target.digest(name, *has_tensors)?.ok_or_else(|| missing(name)));
+    let digests = digests.collect::<Result<Vec<_>>>()?;
+    let size = digests.iter().fold(0, |sum: u64, (size, _)| sum.saturating_add(*size));
+    let base = base.filter(|_| size > STORED_BYTES && size > tensor_bytes / STORED_SHARE);
+    let spec = |((name, has_tensors), (content_size, content_digest)): ((String, bool), (u64, [u8; DIGEST_SIZE]))| {
         let of_base = base.map_or(Ok(None), |base| base.digest(&name, has_tensors))?;
         let is_of_base = of_base == Some((content_size, content_digest));
         let kind = match (has_tensors, is_of_base) {
@@ -226,10 +247,10 @@ pub(crate) fn file_specs(target: &dyn CheckpointFiles, base: Option<&dyn Checkpo
             (false, false) => FileKind::Verbatim,
             (false, true) => FileKind::VerbatimOfBase,
         };
-        let content = if is_of_base { Vec::new() } else { target.content(&name, has_tensors)?.ok_or_else(missing)? };
+        let content = if is_of_base { Vec::new() } else { target.content(&name, has_tensors)?.ok_or_else(|| missing(&name))? };
         Ok(FileSpec { name, kind, content_size, content_digest, content })
     };
-    target.names().into_iter().map(spec).collect()
+    names.into_iter().zip(digests).map(spec).collect()
 }
 
 /// Checks that the files of the target of `pair` can be those of a base.
@@ -258,7 +279,7 @@ fn check_name(folder: &Path, name: &str, kind: FileKind) -> Result<()> {
     }
     let ending = if kind.has_tensors() { ".safetensors" } else { SHARD_INDEX };
     let reason = format_args!(
-        "file {} cannot be part of a pair: names have at most 255 ASCII letters, digits, '.', '_' and '-', do not begin with '.', and end with {ending}; rename it",
+        "file {} cannot be part of a pair: names have at most 255 ASCII letters, digits, '.', '_' and '-', do not begin with '.', and end with {ending}; rename it, also in the shard index, if there is one",
         Escaped(name)
     );
     Err(Error::bad_checkpoint(folder, reason))
@@ -277,7 +298,8 @@ impl Checkpoint for SafetensorsCheckpoint {
     fn paths(&self) -> Vec<PathBuf> {
         let shard_index = self.shard_index.iter().map(|index| index.source.path().to_owned());
         let files = self.files.iter().map(|file| file.source.path().to_owned());
-        [self.path.clone()].into_iter().chain(files).chain(shard_index).collect()
+        let folder = self.path.clone(); // or the one file
+        [folder].into_iter().chain(files).chain(shard_index).collect()
     }
 
     fn files(&self) -> Option<&dyn CheckpointFiles> {
@@ -291,6 +313,16 @@ impl Checkpoint for SafetensorsCheckpoint {
 }
 
 impl CheckpointFiles for SafetensorsCheckpoint {
+    fn check_unambiguous(&self) -> Result<()> {
+        let (Some(rival), Some(index)) = (&self.rival, &self.shard_index) else { return Ok(()) };
+        let (rival, index) = (Escaped(rival), Escaped(&index.name));
+        let reason = format_args!(
+            "the folder has both {index} and {rival}, which it does not name; programs differ in which of the two they read: \
+             remove one, or give its path in place of the folder's"
+        );
+        Err(Error::bad_checkpoint(&self.path, reason))
+    }
+
     fn names(&self) -> Vec<(String, bool)> {
         let shards = self.files.iter().map(|file| (file.name.clone(), true));
         let mut names: Vec<_> = shards.chain(self.shard_index.iter().map(|index| (index.name.clone(), false))).collect();

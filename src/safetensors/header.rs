@@ -1,6 +1,7 @@
 //! Parses safetensors headers and shard indexes by the rules of spec section 10.3. The rules are stricter than `serde_json`, so
 //! that all readers accept the same files.
 
+use super::foreign;
 use crate::checkpoint::TensorInfo;
 use crate::error::{Error, Escaped, Result};
 use crate::lane::Dtype;
@@ -48,8 +49,16 @@ pub struct FileTensor {
 }
 
 impl Header {
-    /// Reads and parses the header of a file, and checks that the size of the file matches it.
+    /// Reads and parses the header of a file, and checks that the size of the file matches it. If the file is none, the error says
+    /// what it is.
     pub fn read(source: &FileSource) -> Result<Self> {
+        Self::read_header(source).map_err(|error| match (&error, foreign::recognize(source)) {
+            (Error::BadCheckpoint { .. }, Some(what)) => Error::bad_checkpoint(source.path(), format_args!("it is {what}")),
+            _ => error,
+        })
+    }
+
+    fn read_header(source: &FileSource) -> Result<Self> {
         let bad = |reason: String| Error::bad_checkpoint(source.path(), reason);
         let mut length = [0; LENGTH as usize];
         if source.size() < LENGTH {
@@ -108,6 +117,12 @@ impl Header {
         if tensors.iter().any(|tensor| tensor.info.name == METADATA) {
             return Err(format!("a tensor is named {METADATA}, under which safetensors files keep their metadata"));
         }
+        let is_overflow =
+            |tensor: &&FileTensor| tensor.info.shape.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim)).is_none();
+        if let Some(FileTensor { info, .. }) = tensors.iter().find(is_overflow) {
+            let name = Escaped(&info.name);
+            return Err(format!("tensor {name} is empty, but its dims {:?} are too large for safetensors readers", info.shape));
+        }
         let table = tensors.iter().map(|tensor| {
             let TensorInfo { name, dtype, shape } = &tensor.info;
             let data_offsets = (tensor.offset as usize, (tensor.offset + tensor.info.bytes()) as usize);
@@ -130,7 +145,11 @@ impl Header {
 
 /// Checks that a header begins with `{`, without white space or byte order mark.
 fn check_start(json: &[u8]) -> Result<(), String> {
-    if json.first() == Some(&b'{') { Ok(()) } else { Err("a safetensors header that does not begin with '{'".into()) }
+    match (json.first(), foreign::byte_order_mark(json)) {
+        (Some(b'{'), _) => Ok(()),
+        (_, Some(_)) => Err("a safetensors header that begins with a byte order mark, not with '{'".into()),
+        _ => Err("a safetensors header that does not begin with '{'".into()),
+    }
 }
 
 /// A buffer for a header. Writing more than `LIMIT` bytes fails. Escaping can make names six times as long.
@@ -290,6 +309,9 @@ pub(super) fn weight_map(path: &Path, content: &[u8]) -> Result<BTreeMap<String,
         weight_map: Strings,
     }
     let bad = |reason: &dyn fmt::Display| Error::bad_checkpoint(path, format_args!("bad shard index: {reason}"));
+    if let Some(encoding) = foreign::byte_order_mark(content) {
+        return Err(bad(&format_args!("it begins with the byte order mark of {encoding}: save it as UTF-8 without one")));
+    }
     // Check UTF-8 here, because the parser does not check strings that it skips.
     let text = std::str::from_utf8(content).map_err(|e| bad(&e))?;
     let Object(ShardIndex { weight_map: Strings(map) }) = serde_json::from_str(text).map_err(|e| bad(&e))?;
@@ -338,6 +360,18 @@ mod tests {
             let error = Header::read(&source).unwrap_err();
             assert!(matches!(error, Error::Io { .. }), "{left}: {error}");
         }
+    }
+
+    #[test]
+    fn an_empty_tensor_that_readers_refuse_is_named() {
+        let empty = |shape: &[u64]| {
+            let info = TensorInfo { name: "hollow".into(), dtype: Dtype::U8, shape: shape.into() };
+            Header::compose(&[FileTensor { info, offset: 0 }])
+        };
+        let reason = empty(&[1 << 40, 1 << 40, 0]).unwrap_err();
+        assert!(reason.contains("hollow") && reason.contains("dims [1099511627776, 1099511627776, 0]"), "{reason}");
+        empty(&[0, 1 << 40, 1 << 40]).unwrap(); // the product of the dims so far is 0
+        empty(&[1 << 40, 0]).unwrap();
     }
 
     #[test]

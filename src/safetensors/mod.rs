@@ -6,16 +6,18 @@
 #![forbid(unsafe_code)]
 
 mod as_base;
-mod barrier;
 mod checkpoint;
+mod folder;
+mod foreign;
 mod header;
 mod layout;
+mod neighbours;
 
 pub(crate) use as_base::{TargetContent, base_fault};
-pub(crate) use barrier::barrier;
 pub use checkpoint::SafetensorsCheckpoint;
 pub(crate) use checkpoint::{check_as_base, file_specs};
 pub(crate) use header::tensor_names;
 pub(crate) use layout::{
     Location, Locations, Output, check_composable, check_target_files, compose, display_name, outputs, target_metadata,
 };
+pub(crate) use neighbours::Neighbours;

@@ -34,6 +34,20 @@ pub fn document(title: &str, facts: &[Fact], drawings: &Markup) -> String {
     markup.into_string()
 }
 
+/// A name of at most `most` characters. The end of a name tells more than its begin.
+pub fn shortened(name: &str, most: usize) -> String {
+    let count = name.chars().count();
+    if count <= most { name.to_owned() } else { format!("…{}", name.chars().skip(count + 1 - most).collect::<String>()) }
+}
+
+/// A cell of a table with a text from a pair or a store, which may be long. Cells do not wrap, so the text is cut; a browser shows
+/// all of it beside the pointer.
+pub fn cell(text: &str) -> Markup {
+    const MOST: usize = 80;
+    let is_cut = text.chars().count() > MOST;
+    html! { td title=[is_cut.then_some(text)] { (shortened(text, MOST)) } }
+}
+
 /// A number with three digits.
 pub fn number(x: f64) -> String {
     let decimals = (2 - x.abs().max(1e-9).log10().floor() as i32).clamp(0, 4);

@@ -8,11 +8,9 @@
 //! | `treemap` | areas of a treemap |
 //! | `page` | the page of a pair |
 //! | `versions` | the page of a store |
-//! | `file` | the file of a page |
 
 mod document;
 mod figures;
-mod file;
 mod names;
 mod page;
 mod treemap;
@@ -21,7 +19,6 @@ mod versions;
 
 pub use document::Fact;
 pub use figures::Figures;
-pub use file::{check_free, write};
 pub use page::page;
 #[cfg(feature = "store")]
 pub use versions::{Branch as StoreBranch, Pair as StorePair, Version as StoreVersion, page as store_page};

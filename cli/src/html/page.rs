@@ -1,6 +1,6 @@
 //! The page about a pair: text, and drawings in SVG.
 
-use super::document::{Fact, WIDTH, document, legend, number, on_log_scale, percent, shade};
+use super::document::{Fact, WIDTH, cell, document, legend, number, on_log_scale, percent, shade, shortened};
 use super::figures::{Cell, Figures, Grid, Share, Sums};
 use super::treemap::{Area, squarify};
 use crate::text;
@@ -76,12 +76,6 @@ fn layers_of(grid: &Grid, column: usize) -> String {
         1 => format!("layer {}", layers.start),
         _ => format!("layers {} to {}", layers.start, layers.end - 1),
     }
-}
-
-/// A name of at most `most` characters. The end of a name tells more than its begin.
-fn shortened(name: &str, most: usize) -> String {
-    let count = name.chars().count();
-    if count <= most { name.to_owned() } else { format!("…{}", name.chars().skip(count + 1 - most).collect::<String>()) }
 }
 
 fn treemap(shares: &[Share]) -> Markup {
@@ -202,7 +196,7 @@ fn table(figures: &Figures) -> Markup {
     let row = |kind: &str, sums: &Sums| {
         html! {
             tr {
-                td { (kind) }
+                (cell(kind))
                 td { (text::count(sums.tensors)) }
                 td { (text::share(sums.changed, sums.lanes)) }
                 td { (sums.bits_per_change().map_or("–".into(), number)) }

@@ -1,6 +1,6 @@
 //! The page about a store: what each version takes and changes.
 
-use super::document::{Fact, WIDTH, document, number, on_log_scale, percent};
+use super::document::{Fact, WIDTH, cell, document, number, on_log_scale, percent};
 use crate::text;
 use maud::{Markup, html};
 
@@ -254,14 +254,14 @@ fn table(branch: &Branch, i: usize) -> Markup {
             .collect();
         html! {
             tr {
-                td { (branch.name) "@" (version.number) }
+                (cell(&format!("{}@{}", branch.name, version.number)))
                 td { (if version.is_anchor() { format!("{}, anchor", version.content) } else { version.content.to_owned() }) }
                 td { (version.own.as_ref().map_or_else(none, |pair| text::bytes(pair.bytes))) }
                 td { (version.change().map_or_else(none, |pair| percent(pair.share))) }
                 td { (version.own.as_ref().map_or_else(none, |pair| text::times(text::ratio(version.tensor_bytes, pair.bytes)))) }
                 td { (text::bytes(version.to_read.1)) " in " (text::counted(version.to_read.0, "pair")) }
-                td { (shortcuts.join(", ")) }
-                td { (version.metadata) }
+                (cell(&shortcuts.join(", ")))
+                (cell(&version.metadata))
             }
         }
     };

@@ -7,7 +7,7 @@ use crate::common::Common;
 use crate::inputs::{CodecArgs, PartArg, glob, matchers, rectangles};
 use crate::renames::rename;
 use crate::signals::TemporaryFolder;
-use crate::{failure, html, text};
+use crate::{failure, text};
 use anyhow::{Context, anyhow};
 use clap::{Args, Subcommand};
 use globset::Glob;
@@ -18,7 +18,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use tpde::{Checkpoint, Escaped, Rectangle, SafetensorsCheckpoint, Split, ValidatedIndex};
+use tpde::{Checkpoint, Escaped, OutputFile, Rectangle, SafetensorsCheckpoint, Split, ValidatedIndex};
 use tpde_store::{Anchor, FoldOptions, GetOptions, PutOptions, Store as Opened, StoreOptions};
 
 /// Keep versions of checkpoints in a folder or an object store
@@ -478,9 +478,9 @@ impl Prune {
 
 impl Report {
     fn run(&self) -> anyhow::Result<Described> {
-        if let Some(path) = &self.html {
-            html::check_free(path, self.force)?;
-        }
+        // Of a store elsewhere, no file is here.
+        let folder = PathBuf::from(self.store.strip_prefix("file://").unwrap_or(&self.store));
+        let file = self.html.as_ref().map(|path| OutputFile::create(path, &[folder], self.force)).transpose()?;
         let store = open(&self.store)?;
         let mut names = self.branch.clone();
         if names.is_empty() {
@@ -492,8 +492,8 @@ impl Report {
             branches.push((name, versions));
         }
         let described = Described::of(branches);
-        if let Some(path) = &self.html {
-            html::write(path, &described.page(&self.store, &store.usage().map_err(error)?), self.force)?;
+        if let Some(file) = file {
+            file.publish(described.page(&self.store, &store.usage().map_err(error)?).as_bytes())?;
         }
         Ok(described)
     }

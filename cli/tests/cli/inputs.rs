@@ -20,7 +20,13 @@ fn another_base_is_refused_by_its_name() {
     assert_eq!(error["kind"], "already_applied");
 
     write_file(&place.path("fewer.safetensors"), &model()[1..]);
-    let error = place.fails("apply fewer.safetensors pair -o out.safetensors", DATA, "safetensors file of the base");
+    assert_eq!(place.fails("apply fewer.safetensors pair -o out.safetensors", DATA, "embed.weight")["rule"], "base.tensor");
+    // A long header that is the base's too is not stored.
+    for name in ["base", "target"] {
+        fs::write(place.path(&format!("long-{name}")), with_long_header(place.read(&format!("{name}.safetensors")))).unwrap();
+    }
+    place.ok("encode long-base long-target -o long");
+    let error = place.fails("apply base.safetensors long -o out.safetensors", DATA, "safetensors file of the base");
     assert_eq!(error["rule"], "base.file");
     assert!(error["hint"].as_str().unwrap().contains("--tensor"));
     assert_eq!(place.fails("verify pair --base fewer.safetensors", DATA, "embed.weight")["rule"], "base.tensor");
@@ -150,5 +156,179 @@ fn a_checkpoint_that_cannot_be_read_is_an_error_of_the_system() {
         assert!(failed > 3, "{command} reads {file:?} {failed} times");
         let _ = fs::remove_file(place.path("out.safetensors"));
         let _ = (fs::remove_file(place.path("other.tpde-index")), fs::remove_file(place.path("other.tpde-blob")));
+    }
+}
+
+/// Makes a folder of two shards with a shard index.
+fn folder() -> Place {
+    let place = Place::with_pair();
+    write_folder(&place.path("shards"), &[&model()[..2], &model()[2..]]);
+    place
+}
+
+#[test]
+fn a_folder_that_programs_read_in_two_ways_is_not_encoded() {
+    let place = folder();
+    for name in ["model", "diffusion_pytorch_model", "other"] {
+        fs::rename(place.path("shards/model.safetensors.index.json"), place.path("index")).unwrap();
+        fs::rename(place.path("index"), place.path(&format!("shards/{name}.safetensors.index.json"))).unwrap();
+        let whole = format!("{name}.safetensors");
+        fs::copy(place.path("target.safetensors"), place.path("shards").join(&whole)).unwrap();
+        for line in ["encode base.safetensors shards -o x", "encode shards target.safetensors -o x", "encode --no-base shards -o x"]
+        {
+            assert_eq!(place.fails(line, DATA, &format!("{whole}, which it does not name"))["kind"], "bad_checkpoint");
+        }
+        place.fails("store put st shards", DATA, "store");
+        place.ok("store init st");
+        place.fails("store put st shards", DATA, &whole);
+        fs::remove_dir_all(place.path("st")).unwrap();
+        // Either of the two may be given.
+        place.ok(&format!("encode base.safetensors shards/{whole} -o a"));
+        place.ok(&format!("encode base.safetensors shards/{name}.safetensors.index.json -o b"));
+        place.ok("apply base.safetensors a -o a.safetensors");
+        place.assert_same("a.safetensors", "target.safetensors");
+        place.ok("apply base.safetensors b -o rebuilt");
+        place.assert_same("rebuilt/model-00001-of-00002.safetensors", "shards/model-00001-of-00002.safetensors");
+        fs::remove_dir_all(place.path("rebuilt")).unwrap();
+        for name in ["a.safetensors", "a.tpde-index", "a.tpde-blob", "b.tpde-index", "b.tpde-blob", &format!("shards/{whole}")] {
+            fs::remove_file(place.path(name)).unwrap();
+        }
+        fs::rename(place.path(&format!("shards/{name}.safetensors.index.json")), place.path("shards/model.safetensors.index.json"))
+            .unwrap();
+    }
+}
+
+#[test]
+fn a_shard_index_in_place_of_its_folder() {
+    let place = folder();
+    let index = place.read("shards/model.safetensors.index.json");
+    fs::write(place.path("shards/consolidated.safetensors.index.json"), &index).unwrap();
+    place.fails("encode base.safetensors shards -o x", DATA, "two shard indexes");
+    place.ok("encode shards/model.safetensors.index.json target.safetensors -o x");
+    place.ok("apply shards/model.safetensors.index.json x -o x.safetensors");
+    place.assert_same("x.safetensors", "target.safetensors");
+    place.fails("apply shards/model.safetensors.index.json x -o shards/x.safetensors", USAGE, "is inside input");
+    place.fails("encode --no-base missing/model.safetensors.index.json -o y", SYSTEM, "missing");
+}
+
+#[test]
+fn folders_that_are_no_checkpoint_are_refused_with_what_to_do() {
+    let place = folder();
+    let map = |names: &[(&str, &str)]| {
+        let map: serde_json::Map<_, _> = names.iter().map(|(tensor, file)| ((*tensor).to_owned(), (*file).into())).collect();
+        serde_json::to_vec(&serde_json::json!({ "weight_map": map })).unwrap()
+    };
+    let make = |folder: &str, files: &[(&str, &[u8])]| {
+        for (name, content) in files {
+            let path = place.path(folder).join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+    };
+    let (a, b) = (safetensors(&[tensor("a", "U8", &[4], 1)]), safetensors(&[tensor("b", "U8", &[4], 1)]));
+    let ab = safetensors(&[tensor("a", "U8", &[4], 1), tensor("b", "U8", &[4], 1)]);
+    let index = "model.safetensors.index.json";
+    make("pipeline", &[("unet/diffusion_pytorch_model.safetensors", &a), ("vae/diffusion_pytorch_model.safetensors", &a)]);
+    make("pickles", &[("pytorch_model.bin", b"PK")]);
+    make("gguf", &[("m.gguf", b"GGUF")]);
+    make("stale", &[("m1.safetensors", &a), (index, &map(&[("a", "model-00001-of-00002.safetensors"), ("b", "x.safetensors")]))]);
+    make("ghost", &[("m1.safetensors", &a), (index, &map(&[("a", "m1.safetensors"), ("mtp.fc.weight", "m1.safetensors")]))]);
+    make(
+        "other",
+        &[("1.safetensors", &a), ("2.safetensors", &b), (index, &map(&[("a", "2.safetensors"), ("b", "1.safetensors")]))],
+    );
+    make(
+        "overlay",
+        &[("m1.safetensors", &ab), ("m2.safetensors", &b), (index, &map(&[("a", "m1.safetensors"), ("b", "m2.safetensors")]))],
+    );
+    make("twice", &[("model.safetensors", &a), ("consolidated.safetensors", &a)]);
+    make("bom", &[("m1.safetensors", &a), (index, &[b"\xef\xbb\xbf", &map(&[("a", "m1.safetensors")])[..]].concat())]);
+    make("utf-16", &[("m1.safetensors", &a), (index, b"\xff\xfe{\0}\0")]);
+    make("space", &[("model v2 (1).safetensors", &a)]);
+    for (folder, expected) in [
+        ("pipeline", &["unet, vae", "a checkpoint of its own"][..]),
+        ("pickles", &["pytorch_model.bin", "torch.load"]),
+        ("gguf", &["m.gguf", "safetensors files"]),
+        ("stale", &["model-00001-of-00002.safetensors, which is missing", "1 more of its 2 files"]),
+        ("ghost", &["mtp.fc.weight in m1.safetensors", "no shard has it"]),
+        ("other", &["tensor a in 2.safetensors", "it is in 1.safetensors"]),
+        ("overlay", &["tensor b occurs twice, in m1.safetensors and m2.safetensors", "the shard index names m2.safetensors"]),
+        ("twice", &["tensor a occurs twice, in consolidated.safetensors and model.safetensors", "give one of the files"]),
+        ("bom", &["byte order mark of UTF-8"]),
+        ("utf-16", &["byte order mark of UTF-16"]),
+        ("space", &["model v2 (1).safetensors", "rename it"]),
+    ] {
+        for line in [format!("encode base.safetensors {folder} -o x"), format!("encode {folder} target.safetensors -o x")] {
+            let error = place.fails(&line, DATA, folder);
+            assert_eq!(error["kind"], "bad_checkpoint");
+            for expected in expected {
+                assert!(error["message"].as_str().unwrap().contains(expected), "{folder}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn files_of_other_formats_are_named() {
+    let place = Place::with_pair();
+    let json = br#"{"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}"#;
+    for (content, expected) in [
+        (&b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"[..], "Git LFS"),
+        (b"PK\x03\x04 zip, and more than 8 bytes", "torch.load"),
+        (b"\x80\x02}q\x00(X\x01\x00\x00", "a pickle"),
+        (b"GGUF\x03\0\0\0\x01\0\0\0", "GGUF"),
+        (b"<!DOCTYPE html><html>", "an HTML page"),
+        (b"\n<html lang=\"en\">", "an HTML page"),
+        (b"\xef\xbb\xbf<!doctype html>", "an HTML page"),
+        (b"<?xml version='1.0'?><Error>", "an XML document"),
+        (json, "a shard index under another name"),
+        (b"{\"model_type\": \"llama\"}", "JSON"),
+        (b"\x89HDF\r\n\x1a\n", "HDF5"),
+        (b"\x1f\x8b\x08\0\0\0\0\x03", "compressed"),
+        (b"\x80\x02\0\0\0\0\0\0{}", "longer than the file"), // a header of 640 bytes, cut short
+    ] {
+        fs::write(place.path("file.safetensors"), content).unwrap();
+        for line in [
+            "encode base.safetensors file.safetensors -o x",
+            "apply file.safetensors pair -o x",
+            "verify pair --base file.safetensors",
+        ] {
+            assert_eq!(place.fails(line, DATA, expected)["kind"], "bad_checkpoint");
+        }
+    }
+    for file in ["pair.tpde-index", "pair.tpde-blob"] {
+        place.fails(&format!("encode base.safetensors {file} -o x"), DATA, "of a pair, not a checkpoint");
+    }
+}
+
+/// Mirrors of a base have its tensors in other files, or its shard index in another form.
+#[test]
+fn a_base_with_other_files_gives_the_files_of_the_target() {
+    let place = folder();
+    let target: Vec<_> = model().iter().map(|tensor| tuned(tensor, 50)).collect();
+    write_folder(&place.path("target"), &[&target[..2], &target[2..]]);
+    place.ok("encode shards target -o pair -f");
+    write_folder(&place.path("mirror"), &[&model()[..1], &model()[1..3], &model()[3..]]);
+    fs::create_dir(place.path("reformatted")).unwrap();
+    for name in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        fs::copy(place.path("shards").join(name), place.path("reformatted").join(name)).unwrap();
+    }
+    let map: serde_json::Value = serde_json::from_slice(&place.read("shards/model.safetensors.index.json")).unwrap();
+    fs::write(place.path("reformatted/model.safetensors.index.json"), map.to_string()).unwrap();
+    let mut header = place.read("base.safetensors");
+    header[9] = b' ';
+    fs::write(place.path("header.safetensors"), header).unwrap();
+    for base in ["shards", "mirror", "reformatted", "base.safetensors", "header.safetensors"] {
+        place.ok(&format!("apply {base} pair -o out"));
+        for name in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"] {
+            place.assert_same(&format!("out/{name}"), &format!("target/{name}"));
+        }
+        fs::remove_dir_all(place.path("out")).unwrap();
+        assert_eq!(place.json(&format!("verify pair --base {base}"))["writable"], true);
+    }
+    place.ok("encode base.safetensors target.safetensors -o lone");
+    for base in ["shards", "mirror", "header.safetensors"] {
+        place.ok(&format!("apply {base} lone -o out.safetensors -f"));
+        place.assert_same("out.safetensors", "target.safetensors");
     }
 }

@@ -169,6 +169,117 @@ fn files_that_would_be_read_with_the_pairs_are_not_left_beside_them() {
     assert_eq!(place.read("out/config.json"), b"theirs");
 }
 
+/// Makes the folders `base` and `target` of two shards with an index, the files `base.safetensors` and `target.safetensors`, and
+/// the pairs `shards` and `lone`.
+fn sharded() -> Place {
+    let place = Place::with_pair();
+    let base = model();
+    let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
+    for (name, tensors) in [("base", &base), ("target", &target)] {
+        write_folder(&place.path(name), &[&tensors[..2], &tensors[2..]]);
+    }
+    place.ok("encode base target -o shards");
+    place
+}
+
+/// Loaders differ in what they read of a folder that has a checkpoint in one file and another one in shards.
+#[test]
+fn stale_weights_beside_an_output_are_refused_or_go_with_it() {
+    let place = sharded();
+    let index = "model.safetensors.index.json";
+    for stale in [
+        "model.safetensors",
+        "model.fp16.safetensors",
+        "model-00001-of-00003.safetensors",
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.safetensors.index.json",
+        "consolidated.safetensors",
+        "consolidated.safetensors.index.json",
+        "adapter_model.safetensors",
+        "model.safetensors.index.fp16.json",
+    ] {
+        fs::create_dir(place.path("out")).unwrap();
+        for name in [stale, "config.json", "lora.safetensors", "pytorch_model.bin"] {
+            fs::write(place.path("out").join(name), "old").unwrap();
+        }
+        let error = place.fails("apply base shards -o out", DATA, stale);
+        assert!(error["message"].as_str().unwrap().contains("--force"), "{error}");
+        assert_eq!(fs::read_dir(place.path("out")).unwrap().count(), 4, "nothing was written beside {stale}");
+        place.ok("apply base shards -o out -f");
+        assert!(!place.path("out").join(stale).exists(), "{stale}");
+        for name in ["model-00001-of-00002.safetensors", index] {
+            place.assert_same(&format!("out/{name}"), &format!("target/{name}"));
+        }
+        for name in ["config.json", "lora.safetensors", "pytorch_model.bin"] {
+            assert_eq!(place.read(&format!("out/{name}")), b"old");
+        }
+        fs::remove_dir_all(place.path("out")).unwrap();
+    }
+    // A link is removed, and not what it leads to. What is no file is not removed.
+    fs::create_dir_all(place.path("out/consolidated.safetensors")).unwrap();
+    fs::write(place.path("blob"), "old").unwrap();
+    std::os::unix::fs::symlink("../blob", place.path("out/model.safetensors")).unwrap();
+    place.ok("apply base shards -o out -f");
+    assert!(!place.path("out/model.safetensors").exists() && place.path("blob").exists());
+    assert_eq!(place.command("mkfifo", &["out/model.safetensors"]).code, 0);
+    place.fails("apply base shards -o out -f", DATA, "model.safetensors");
+    // A stale file that is an input stays.
+    fs::remove_file(place.path("out/model.safetensors")).unwrap();
+    fs::copy(place.path("base.safetensors"), place.path("out/model.safetensors")).unwrap();
+    place.ok("encode base.safetensors target -o to-shards");
+    place.fails("apply out/model.safetensors to-shards -o out -f", USAGE, "input");
+}
+
+#[test]
+fn stale_shards_beside_a_file_are_refused_or_go_with_it() {
+    let place = sharded();
+    for name in ["model", "diffusion_pytorch_model", "weights"] {
+        for stale in [format!("{name}.safetensors.index.json"), format!("{name}-00001-of-00002.safetensors")] {
+            fs::create_dir(place.path("out")).unwrap();
+            fs::write(place.path("out").join(&stale), "old").unwrap();
+            fs::write(place.path("out/other.safetensors"), "other").unwrap();
+            place.fails(&format!("apply base.safetensors pair -o out/{name}.safetensors"), DATA, &stale);
+            place.ok(&format!("apply base.safetensors pair -o out/{name}.safetensors -f"));
+            place.assert_same(&format!("out/{name}.safetensors"), "target.safetensors");
+            let mut left: Vec<_> =
+                fs::read_dir(place.path("out")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            left.sort();
+            let mut expected = vec![format!("{name}.safetensors"), "other.safetensors".to_owned()];
+            expected.sort();
+            assert_eq!(left, expected, "{name} is there");
+            fs::remove_dir_all(place.path("out")).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_page_replaces_no_input_and_nothing_but_files() {
+    let place = Place::with_pair();
+    place.ok("store init st");
+    place.ok("store put st target.safetensors");
+    let before = place.read("base.safetensors");
+    fs::copy(place.path("pair.tpde-index"), place.path("index")).unwrap();
+    std::os::unix::fs::symlink("base.safetensors", place.path("to-base")).unwrap();
+    for page in ["base.safetensors", "to-base", "pair.tpde-index", "pair.tpde-blob"] {
+        place.fails(&format!("inspect pair --base base.safetensors --html {page} -f"), USAGE, "the same as input");
+    }
+    place.fails("store report st --html st/store.json -f", USAGE, "is inside input");
+    place.fails("store report st --html st -f", USAGE, "is the same as input");
+    assert!(before == place.read("base.safetensors"));
+    place.assert_same("index", "pair.tpde-index");
+    place.ok("store log st");
+    assert_eq!(place.command("mkfifo", &["pipe"]).code, 0);
+    fs::create_dir(place.path("folder")).unwrap();
+    std::os::unix::fs::symlink("/dev/stdout", place.path("to-device")).unwrap();
+    for page in ["pipe", "folder", "to-device"] {
+        for line in ["inspect pair", "store report st"] {
+            assert_eq!(place.fails(&format!("{line} --html {page} -f"), SYSTEM, page)["kind"], "io");
+        }
+    }
+    use std::os::unix::fs::FileTypeExt;
+    assert!(fs::symlink_metadata(place.path("pipe")).unwrap().file_type().is_fifo());
+}
+
 #[test]
 fn a_foreign_lock_is_waited_for_with_a_message() {
     use std::io::{BufRead, BufReader, Read};

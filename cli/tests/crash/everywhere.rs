@@ -178,6 +178,14 @@ fn a_folder_without_a_shard_index_never_opens_as_a_mixture() {
 }
 
 #[test]
+fn stale_files_go_with_the_publication_and_never_before() {
+    for scenario in [APPLY_SHARDS_OVER_FILE, APPLY_FILE_OVER_SHARDS] {
+        scenario.kill_everywhere();
+        scenario.fail_everywhere();
+    }
+}
+
+#[test]
 fn a_signal_leaves_no_temporary_files_of_encode() {
     ENCODE.signal_everywhere("TERM");
 }

@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod courtesies;
 mod ends;
 mod everywhere;
 mod order;

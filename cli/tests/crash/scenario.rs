@@ -90,6 +90,35 @@ pub const APPLY_INTO_FOLDER: Scenario = Scenario {
     },
 };
 
+/// A folder with an older checkpoint in one file, which some loaders prefer to shards.
+pub const APPLY_SHARDS_OVER_FILE: Scenario = Scenario {
+    command: "apply base new-shards -o out -f",
+    before: &[("settings", "out"), ("old.safetensors", "out/model.safetensors")],
+    old: &["out"],
+    new: &["out"],
+    judge: |place| {
+        let state = judge_folder(place);
+        if let Ok(whole) = fs::read(place.join("out/model.safetensors")) {
+            assert!(whole == fs::read(place.join("old.safetensors")).unwrap() && state != State::New);
+        }
+        state
+    },
+};
+
+/// A folder with older shards, which some loaders prefer to a file.
+pub const APPLY_FILE_OVER_SHARDS: Scenario = Scenario {
+    command: "apply base.safetensors new-pair -o out/model.safetensors -f",
+    before: &[("old", "out"), ("config.json", "out/config.json")],
+    old: &["out"],
+    new: &["out"],
+    judge: |place| {
+        if let Ok(whole) = fs::read(place.join("out/model.safetensors")) {
+            assert!(whole == fs::read(place.join("new.safetensors")).unwrap());
+        }
+        judge_folder(place)
+    },
+};
+
 /// Reads the pair as a reader would. If it opens and decodes, it must give one of the two targets.
 pub fn judge_pair(place: &Path) -> State {
     let base = SafetensorsCheckpoint::open(place.join("base.safetensors")).unwrap();

@@ -300,7 +300,8 @@ impl<'a> Encode<'a> {
     /// The files of the target.
     fn files(&self) -> Result<Vec<FileSpec>> {
         let Some((target, base)) = self.read_from else { return Ok(Vec::new()) };
-        target.files().map_or(Ok(Vec::new()), |target| file_specs(target, base.and_then(|base| base.files())))
+        let bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
+        target.files().map_or(Ok(Vec::new()), |target| file_specs(target, bytes, base.and_then(|base| base.files())))
     }
 
     /// The options, with the names and cuts of a chain.
