@@ -343,6 +343,8 @@ pub struct Location {
     pub pair: Option<String>,
     /// Name of the tensor.
     pub tensor: Option<String>,
+    /// Index of the entry in the tensor table, if the name is not known.
+    pub entry: Option<usize>,
     /// Index of the chunk in the index map.
     pub chunk: Option<u32>,
 }
@@ -354,6 +356,9 @@ impl fmt::Display for Location {
         }
         if let Some(tensor) = &self.tensor {
             write!(f, "tensor {}, ", Escaped(tensor))?;
+        }
+        if let Some(entry) = self.entry {
+            write!(f, "tensor #{entry}, ")?;
         }
         if let Some(chunk) = self.chunk {
             write!(f, "chunk {chunk}, ")?;
@@ -544,6 +549,14 @@ impl Error {
         self
     }
 
+    /// Adds the index of a tensor's entry to the location of an [`Error::Invalid`]. Other errors are unchanged.
+    pub(crate) fn in_entry(mut self, entry: usize) -> Self {
+        if let Error::Invalid(invalid) = &mut self {
+            invalid.at.entry = Some(entry);
+        }
+        self
+    }
+
     /// Adds the chunk to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
     pub(crate) fn in_chunk(mut self, chunk: u32) -> Self {
         if let Error::Invalid(invalid) = &mut self {
@@ -576,7 +589,7 @@ mod tests {
             Error::Device { action: "work", reason: long.clone() },
             Error::Invalid(Box::new(Invalid {
                 rule: Rule::TensorName,
-                at: Location { pair: Some(long.clone()), tensor: Some(long.clone()), chunk: None },
+                at: Location { pair: Some(long.clone()), tensor: Some(long.clone()), ..Location::default() },
                 expected: long.clone(),
                 found: long,
             })),

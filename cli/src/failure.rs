@@ -39,6 +39,8 @@ struct Failure {
     /// The pair, if it is one of several inputs.
     pair: Option<String>,
     tensor: Option<String>,
+    /// Number of the entry in the tensor table, if the name is not known.
+    entry: Option<usize>,
     chunk: Option<u32>,
     /// Number of the step of a chain, from 1.
     step: Option<usize>,
@@ -76,7 +78,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
     }
     if json {
         let rule = ours.and_then(Error::rule).map(Rule::id);
-        print(Failure { kind, rule, pair: at.pair, tensor: at.tensor, chunk: at.chunk, step, message, hint });
+        print(Failure { kind, rule, pair: at.pair, tensor: at.tensor, entry: at.entry, chunk: at.chunk, step, message, hint });
     }
     ExitCode::from(code)
 }
@@ -153,7 +155,17 @@ pub fn usage(mut error: clap::Error) -> ExitCode {
     }
     if is_error && asks_for_json(std::env::args_os().skip(1)) {
         let message = usage_message(&error);
-        print(Failure { kind: "usage", rule: None, pair: None, tensor: None, chunk: None, step: None, message, hint: None });
+        print(Failure {
+            kind: "usage",
+            rule: None,
+            pair: None,
+            tensor: None,
+            entry: None,
+            chunk: None,
+            step: None,
+            message,
+            hint: None,
+        });
     }
     ExitCode::from(if is_error { USAGE } else { 0 })
 }

@@ -241,9 +241,13 @@ impl PartArg {
         };
         let range = |text: &str| {
             let (start, end) = text.split_once(':').ok_or(expected)?;
-            Ok::<_, &str>((bound(start)?, bound(end)?))
+            let (start, end) = (bound(start)?, bound(end)?);
+            match (start, end) {
+                (Some(start), Some(end)) if start > end => Err(format!("range {start}:{end} begins above its end")),
+                range => Ok(range),
+            }
         };
-        let ranges = ranges.split(',').map(range).collect::<Result<_, _>>()?;
+        let ranges = ranges.split(',').map(range).collect::<Result<_, String>>()?;
         Ok(Self { glob: glob(name)?, ranges })
     }
 

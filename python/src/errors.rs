@@ -39,6 +39,7 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("section", invalid.rule.section())?;
             with.set_item("pair", &invalid.at.pair)?;
             with.set_item("tensor", &invalid.at.tensor)?;
+            with.set_item("entry", invalid.at.entry)?;
             with.set_item("chunk", invalid.at.chunk)?;
             with.set_item("expected", &invalid.expected)?;
             with.set_item("found", &invalid.found)?;

@@ -74,14 +74,15 @@ class Invalid(TpdeError, ValueError):
     """A pair violates the specification, or its bytes are damaged.
 
     Attributes: ``rule`` (id in the specification), ``section``, ``pair`` (path of the pair, if it is an input of a merge),
-    ``tensor``, ``chunk`` (index in the index map), ``expected``, ``found``; pair, tensor and chunk are ``None`` where they do not
-    apply.
+    ``tensor``, ``entry`` (index in the tensor table, if the name is not known), ``chunk`` (index in the index map), ``expected``,
+    ``found``; pair, tensor, entry and chunk are ``None`` where they do not apply.
     """
 
     rule: str
     section: str
     pair: str | None = None
     tensor: str | None = None
+    entry: int | None = None
     chunk: int | None = None
     expected: str
     found: str

@@ -158,6 +158,8 @@ class VerifyReport:
     writable: bool | None
     #: The reason why it cannot.
     not_writable: str | None
+    #: Id of the rule that the target's files break, if the reason is one.
+    not_writable_rule: str | None
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,8 @@ def apply(
         base: The checkpoint that the pair, or the first of several, was made from; ``None`` if it needs none.
         tensors: Writes only these tensors, to one file with a header of its own: a pattern with ``*``, several patterns, or a
             function of the name.
-        replace: Whether existing files are replaced.
+        replace: Whether existing files are replaced. Older weights that programs would read instead of the output are then
+            removed when it appears.
         expect: The pair digest that the pair must have, as 64 hexadecimal digits or 32 bytes. It is compared before anything of the
             pair is parsed. Of several pairs, the last one must have it, because the result has the digests that the last pair
             states.

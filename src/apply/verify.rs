@@ -65,6 +65,8 @@ pub struct Verification {
     pub writable: Option<bool>,
     /// The reason why the target cannot be written.
     pub not_writable: Option<String>,
+    /// Id of the rule that the target's files break, if the reason is one.
+    pub not_writable_rule: Option<&'static str>,
 }
 
 /// Whether a check shows that the payloads are those that the pair was made with.
@@ -162,18 +164,19 @@ impl<'a, B: Source> Verify<'a, B> {
         }
         let is_covered = checked.payload_digests == PayloadDigests::All;
         let is_rebuilt = !matches!(self.base, Base::Unavailable);
-        let not_writable = match outputs(index, base.and_then(|base| base.files()), None) {
+        let refusal = match outputs(index, base.and_then(|base| base.files()), None) {
             Ok(_) => None,
             // The pair shares a header with the base, which is not available here. That says nothing about writing.
             Err(e) if !is_rebuilt && e.rule() == Some(Rule::BaseFile) => None,
-            Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Some(e.to_string()),
+            Err(e @ (Error::Invalid(_) | Error::NotWritable { .. })) => Some(e),
             Err(e) => return Err(e),
         };
         Ok(Verification {
             checked,
             payload_authenticity: if is_rebuilt || is_covered { Authenticity::Checked } else { Authenticity::NotChecked },
-            writable: if not_writable.is_some() { Some(false) } else { is_rebuilt.then_some(true) },
-            not_writable,
+            writable: if refusal.is_some() { Some(false) } else { is_rebuilt.then_some(true) },
+            not_writable_rule: refusal.as_ref().and_then(Error::rule).map(Rule::id),
+            not_writable: refusal.map(|refusal| refusal.to_string()),
         })
     }
 }

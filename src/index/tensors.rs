@@ -85,7 +85,7 @@ impl TensorTable {
             let part = part_of(i);
             let is_known = part <= PART_FURTHER && (part != PART_FURTHER || before != PART_WHOLE);
             let expected = "0, 1, or 2 after a part of the same tensor";
-            Rule::TensorPart.check(is_known, expected, part).map_err(|e| e.in_tensor(&numbered(i)))?;
+            Rule::TensorPart.check(is_known, expected, part).map_err(|e| e.in_entry(i))?;
             dims_size += 8 * dims_of(part) * u64::from(u16::from_le_bytes([entry[10], entry[11]]));
             before = part;
         }
@@ -110,7 +110,7 @@ impl TensorTable {
             let features = EntryFeatures { part, is_last, has_derived };
             parser.entry(&entry, features, &mut rest).map_err(|e| match parser.name.clone() {
                 Some(name) => e.in_tensor(&parser.table.names[name]),
-                None => e.in_tensor(&numbered(i)),
+                None => e.in_entry(i),
             })?;
         }
         Rule::TensorsSize.check(rest.is_empty(), "nothing after the names", format_args!("{} bytes", rest.len()))?;
@@ -200,11 +200,6 @@ impl TensorTable {
             digests,
         }
     }
-}
-
-/// The label of a tensor in errors, if its name is not known yet.
-fn numbered(i: usize) -> String {
-    format!("#{i}")
 }
 
 /// Number of lists of dims that an entry has.

@@ -69,6 +69,23 @@ fn names_from_a_pair_are_text() {
 }
 
 #[test]
+fn long_names_are_cut_in_tables() {
+    let place = Place::new();
+    let name = format!("layers.0.{}", "n".repeat(4000));
+    write_file(&place.path("base.safetensors"), &[tensor(&name, "BF16", &[40, 30], 1)]);
+    place.ok("encode --no-base base.safetensors -o pair");
+    place.ok("inspect pair --html page.html");
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    let cells = page.split("<td").skip(1).map(|cell| cell.split_once('>').unwrap().1.split_once("</td>").unwrap().0);
+    assert!(
+        cells.clone().count() > 1 && cells.clone().all(|cell| cell.chars().count() <= 80),
+        "{:?}",
+        cells.max_by_key(|cell| cell.len())
+    );
+    assert!(page.contains("<td title=\"layers.*.nnnn"), "more of the name is in the title");
+}
+
+#[test]
 fn a_page_that_cannot_be_written_leaves_nothing() {
     let place = Place::with_pair();
     let before = fs::read_dir(place.path(".")).unwrap().count();

@@ -135,7 +135,11 @@ fn a_sound_pair_whose_files_cannot_be_written_is_told_apart() {
     assert!(place.json("verify anchor")["writable"].is_null());
     assert_eq!(place.json("verify anchor --no-base")["writable"], true);
 
-    // The same tensors under a different header. The pair does not store headers that equal the base's.
+    // The same tensors under a different header. The pair does not store long headers that equal the base's.
+    for name in ["base.safetensors", "target.safetensors"] {
+        place.edit(name, |bytes| *bytes = with_long_header(std::mem::take(bytes)));
+    }
+    place.ok("encode base.safetensors target.safetensors -o pair -f");
     place.edit("base.safetensors", |bytes| bytes[9] = b' ');
     let run = place.tpde("verify pair --base base.safetensors");
     assert_eq!(run.code, DATA, "{}", run.err);
@@ -144,6 +148,7 @@ fn a_sound_pair_whose_files_cannot_be_written_is_told_apart() {
     let report: serde_json::Value = serde_json::from_str(&run.out).unwrap();
     assert_eq!((run.code, &report["schema"], &report["writable"]), (DATA, &"tpde.verify/1".into(), &false.into()));
     assert!(report["not_writable"].as_str().unwrap().contains("base.file"));
+    assert_eq!(report["not_writable_rule"], "base.file");
     assert_eq!(place.fails("apply base.safetensors pair -o out.safetensors", DATA, "base.file")["rule"], "base.file");
 }
 
