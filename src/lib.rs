@@ -123,7 +123,7 @@ pub use index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;
 pub use limits::{Limits, OpenOptions};
 pub use merge::{Merge, MergeReport};
-pub use publish::{OutputFile, Temporaries};
+pub use publish::{OutputFile, Temporaries, TemporaryFolder};
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
 pub use rectangle::Rectangle;
 pub use safetensors::SafetensorsCheckpoint;

@@ -197,7 +197,7 @@ impl FileSource {
     ///
     /// # Errors
     /// [`Error::Io`] or [`Error::Changed`].
-    pub(crate) fn settle(&mut self) -> Result<()> {
+    pub fn settle(&mut self) -> Result<()> {
         if let Some(remaining) = self.stamp.age().and_then(|age| GRANULARITY.checked_sub(age)) {
             std::thread::sleep(remaining);
             let metadata = self.with_file(|file| file.metadata().map_err(|e| Error::io("look at", &self.path, e)))?;

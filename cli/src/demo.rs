@@ -2,7 +2,6 @@
 
 use super::common::Common;
 use super::inputs::create_folder;
-use super::signals::TemporaryFolder;
 use super::text::{self, BOLD, GOOD, JsonPath};
 use super::{apply, encode, inspect, verify};
 use anyhow::{Context, ensure};
@@ -13,7 +12,7 @@ use std::ffi::OsStr;
 use std::fmt::{self, Display};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use tpde::{Dtype, MemoryCheckpoint, TensorInfo};
+use tpde::{Dtype, MemoryCheckpoint, TemporaryFolder, TensorInfo};
 
 /// Make a small checkpoint and a fine-tuned one, and show every step
 #[derive(Args)]
@@ -61,8 +60,9 @@ impl Demo {
                 let is_option = dir.as_os_str().as_bytes().starts_with(b"-");
                 (if is_option { Path::new(".").join(dir) } else { dir.clone() }, None)
             }
+            None if self.keep => (tempfile::Builder::new().prefix("tpde-demo-").tempdir()?.keep(), None),
             None => {
-                let folder = TemporaryFolder::create("tpde-demo-")?;
+                let folder = TemporaryFolder::create()?;
                 (folder.path().to_owned(), Some(folder))
             }
         };
@@ -88,10 +88,7 @@ impl Demo {
 
         let size = |path: PathBuf| path.metadata().map(|metadata| metadata.len());
         let stored_bytes = size(update.with_extension("tpde-index"))? + size(update.with_extension("tpde-blob"))?;
-        let kept = temporary.is_none() || self.keep;
-        if let Some(folder) = temporary.filter(|_| self.keep) {
-            folder.keep();
-        }
+        let kept = temporary.is_none();
         Ok(Report { dir: JsonPath(dir), kept, steps: demo.steps, identical: true, target_bytes: wanted.len() as u64, stored_bytes })
     }
 }

@@ -235,6 +235,9 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::WrongBase { .. } => {
             "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
         }
+        Error::Io { action: "write a version to", .. } => {
+            "store get replaces nothing: choose another output, or remove this one first"
+        }
         // Raised by the library itself: an error of the operating system would have a number.
         Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists && source.raw_os_error().is_none() => {
             "--force replaces what exists"

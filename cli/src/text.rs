@@ -192,6 +192,14 @@ fn cut(text: &str, room: usize) -> String {
     }
 }
 
+/// The beginning of `text`, of at most `room` characters.
+pub fn begin(text: &str, room: usize) -> String {
+    match text.chars().count() {
+        count if count <= room => text.to_owned(),
+        _ => text.chars().take(room - 1).chain(['…']).collect(),
+    }
+}
+
 /// Writes one JSON object: the schema, then the fields of `report`. The output is ASCII, so that no name can control a terminal.
 pub fn json(out: impl Write, schema: &str, report: &impl Serialize) -> io::Result<()> {
     #[derive(Serialize)]

@@ -144,6 +144,8 @@ class Usage:
     shortcut_bytes: int
     #: Size of the files beside the tensors, each counted once, in bytes.
     file_bytes: int
+    #: Size of all of these in bytes.
+    stored_bytes: int
     #: Size of all tensors of all versions in bytes.
     tensor_bytes: int
 

@@ -246,7 +246,7 @@ impl<'a> Encode<'a> {
         if let (Some(pair), Some(files)) = (&self.target_of, base) {
             check_as_base(files, pair)?;
         }
-                let bytes = self.target.tensors().iter().map(|tensor| tensor.bytes()).sum();
+        let bytes = self.target.tensors().iter().map(|tensor| tensor.bytes()).sum();
         self.target.files().map_or(Ok(Vec::new()), |target| file_specs(target, bytes, base))
     }
 }

@@ -20,7 +20,7 @@ pub(crate) use lock::between_publications;
 pub(crate) use output::check_free;
 pub use output_file::OutputFile;
 pub(crate) use overlap::check_apart;
-pub use temporaries::Temporaries;
+pub use temporaries::{Temporaries, TemporaryFolder};
 
 use crate::error::{Error, Result};
 use crate::watch::Progress;

@@ -1,16 +1,25 @@
 //! Creates temporary files and folders, and removes them.
 
 use super::courtesy::is_refused;
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use super::folder::{folder_of, sync_folder};
+use crate::error::{Error, Result};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, renameat_with};
+use rustix::io::Errno;
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Temporary names of this process. Only [`Temporaries::track`] sets them. A process that does not call it has no lock, so a fork
 /// cannot copy a locked one.
 static TRACKED: OnceLock<Tracked> = OnceLock::new();
+
+/// Beginning of temporary names.
+const PREFIX: &str = ".tpde-";
+/// End of the name of a [`TemporaryFolder`].
+const FOLDER: &str = ".dir";
 
 #[derive(Default)]
 struct Tracked {
@@ -58,10 +67,37 @@ impl Temporaries {
     }
 }
 
+/// Number of attempts to remove a folder in which another thread creates files.
+const ATTEMPTS: usize = 10_000;
+
 /// Removes a file or folder. Ignores failures.
+///
+/// Other threads may still create files in the folder, so a removal can find it not empty. Once the folder is gone they cannot.
 fn remove(path: &Path) {
-    if std::fs::remove_file(path).is_err() {
-        let _ = std::fs::remove_dir_all(path);
+    if std::fs::remove_file(path).is_ok() {
+        return;
+    }
+    for _ in 0..ATTEMPTS {
+        match std::fs::remove_dir_all(path) {
+            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => std::thread::yield_now(),
+            _ => return,
+        }
+    }
+}
+
+/// Renames a file or folder. Fails if the new name exists. Returns whether the old name is gone.
+fn rename_new(from: &Path, to: &Path) -> io::Result<bool> {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(true),
+        // The file system does not support NOREPLACE. A hard link also fails if the name exists, but folders and some file systems
+        // have no hard links. For them, a check and a plain rename remain, which are not atomic.
+        Err(error) if is_refused(error) => match std::fs::hard_link(from, to) {
+            Ok(()) => Ok(false),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
+            Err(_) if to.symlink_metadata().is_ok() => Err(io::ErrorKind::AlreadyExists.into()),
+            Err(_) => std::fs::rename(from, to).map(|()| true),
+        },
+        Err(e) => Err(e.into()),
     }
 }
 
@@ -73,9 +109,13 @@ impl Temporary {
     /// Calls `make` with a temporary path in `folder`, to create a file or folder there. Repeats that if the name exists.
     ///
     /// The temporary name does not contain the final name, which may already have the maximum length.
-    pub fn create<T>(folder: &Path, mut make: impl FnMut(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
+    pub fn create<T>(folder: &Path, make: impl FnMut(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
+        Self::create_with(folder, ".tmp", make)
+    }
+
+    fn create_with<T>(folder: &Path, ending: &str, mut make: impl FnMut(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
         let mut names = names();
-        let named = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").make_in(folder, |path| make(path))?;
+        let named = tempfile::Builder::new().prefix(PREFIX).suffix(ending).make_in(folder, |path| make(path))?;
         let (made, path) = named.into_parts();
         let path = path.keep()?;
         if let Some(names) = &mut names {
@@ -102,17 +142,9 @@ impl Temporary {
 
     /// Renames the file or folder. Fails if the new name exists.
     pub fn rename_new(self, to: &Path) -> io::Result<()> {
-        match renameat_with(CWD, &self.0, CWD, to, RenameFlags::NOREPLACE) {
-            Ok(()) => self.keep(),
-            // The file system does not support NOREPLACE. A hard link also fails if the name exists, but folders and some file
-            // systems have no hard links. For them, a check and a plain rename remain, which are not atomic.
-            Err(error) if is_refused(error) => match std::fs::hard_link(&self.0, to) {
-                Ok(()) => {} // the temporary name is removed on drop
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Err(e),
-                Err(_) if to.symlink_metadata().is_ok() => return Err(io::ErrorKind::AlreadyExists.into()),
-                Err(_) => return self.rename(to),
-            },
-            Err(e) => return Err(e.into()),
+        // After a hard link, the temporary name is still there and is removed on drop.
+        if rename_new(&self.0, to)? {
+            self.keep();
         }
         Ok(())
     }
@@ -132,6 +164,108 @@ impl Drop for Temporary {
         remove(&self.0);
         if let Some(names) = &mut names {
             names.remove(&self.0);
+        }
+    }
+}
+
+/// A folder with a temporary name, for files that are thrown away or moved out of it. Only its owner may read it. It is removed on
+/// drop, and by [`Temporaries::remove_then`].
+///
+/// A process that is killed leaves its folders. The next process that creates one in the same place removes them: it holds a lock on
+/// each of its folders, so one without a lock has no process any more. On a file system without locks they stay.
+#[derive(Debug)]
+pub struct TemporaryFolder {
+    /// Removed on drop.
+    _folder: Temporary,
+    /// A folder in it, which publications can lock.
+    files: PathBuf,
+    /// Holds the lock.
+    _open: File,
+}
+
+impl TemporaryFolder {
+    /// Creates a folder in the folder of the system for temporary files.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn create() -> Result<Self> {
+        Self::create_in(&std::env::temp_dir())
+    }
+
+    /// Creates a folder in `parent`.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn create_in(parent: &Path) -> Result<Self> {
+        let failed = |e| Error::io("create a temporary folder in", parent, e);
+        loop {
+            let make = |path: &Path| std::fs::DirBuilder::new().mode(0o700).create(path);
+            let (folder, ()) = Temporary::create_with(parent, FOLDER, make).map_err(failed)?;
+            // Another process may find the folder before it is locked, and remove it.
+            match lock_folder(folder.path()) {
+                Ok(Lock::Taken(open) | Lock::Unsupported(open)) => {
+                    remove_dead(parent, open.metadata().map_err(failed)?.uid());
+                    let files = folder.path().join("files");
+                    std::fs::create_dir(&files).map_err(failed)?;
+                    return Ok(Self { _folder: folder, files, _open: open });
+                }
+                Ok(Lock::Held) => {}
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(failed(e)),
+            }
+        }
+    }
+
+    /// Path of the folder.
+    pub fn path(&self) -> &Path {
+        &self.files
+    }
+
+    /// Moves a file or folder, whose content is synced, out of the folder to `to`, which must not exist. Syncs the folder of `to`.
+    ///
+    /// # Errors
+    /// [`Error::Io`], of kind `AlreadyExists` if there is something at `to`.
+    pub fn publish(&self, name: &str, to: &Path) -> Result<()> {
+        let held = hold_signals();
+        rename_new(&self.path().join(name), to).map_err(|e| Error::io("create", to, e))?;
+        drop(held);
+        sync_folder(&folder_of(to))
+    }
+}
+
+/// Result of an attempt to lock a folder.
+enum Lock {
+    Taken(File),
+    /// Another process has it, or has removed the folder.
+    Held,
+    Unsupported(File),
+}
+
+/// Opens a folder, which must not be a link, and locks it.
+fn lock_folder(path: &Path) -> io::Result<Lock> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    match flock(&open, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => return Ok(Lock::Held),
+        Err(_) => return Ok(Lock::Unsupported(open)),
+        Ok(()) => {}
+    }
+    let (here, there) = (open.metadata()?, path.symlink_metadata()?);
+    Ok(if (here.dev(), here.ino()) == (there.dev(), there.ino()) { Lock::Taken(open) } else { Lock::Held })
+}
+
+/// Removes the folders in `parent` that processes of this user left when they were killed. Ignores failures.
+fn remove_dead(parent: &Path, user: u32) {
+    let is_ours = |name: &str| name.starts_with(PREFIX) && name.ends_with(FOLDER);
+    for entry in parent.read_dir().into_iter().flatten().flatten() {
+        if !entry.file_name().to_str().is_some_and(is_ours) {
+            continue;
+        }
+        let path = entry.path();
+        if let Ok(Lock::Taken(open)) = lock_folder(&path)
+            && open.metadata().is_ok_and(|metadata| metadata.uid() == user)
+        {
+            remove(&path);
         }
     }
 }

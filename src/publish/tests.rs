@@ -339,3 +339,78 @@ fn outputs_that_are_contain_or_lie_inside_inputs_are_refused() {
         assert!(matches!(&error, Error::InvalidArgument(reason) if *reason == expected), "{error}, not {expected}");
     }
 }
+
+#[test]
+fn temporary_folders_of_dead_processes_are_removed_and_others_stay() {
+    let place = folder();
+    let at = |name: &str| place.path().join(name);
+    let live = TemporaryFolder::create_in(place.path()).unwrap();
+    fs::write(live.path().join("a"), "x").unwrap();
+    for name in [".tpde-dead.dir", ".tpde-other.tmp", "mine.dir"] {
+        fs::create_dir_all(at(name).join("inside")).unwrap();
+        fs::write(at(name).join("inside/file"), "x").unwrap();
+    }
+    let elsewhere = folder();
+    fs::write(elsewhere.path().join("a"), "x").unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), at(".tpde-link.dir")).unwrap();
+    fs::write(at(".tpde-file.dir"), "x").unwrap();
+    let next = TemporaryFolder::create_in(place.path()).unwrap();
+    assert!(live.path().join("a").exists() && next.path().exists() && elsewhere.path().join("a").exists());
+    assert!(!at(".tpde-dead.dir").exists());
+    drop((live, next));
+    assert_eq!(names(place.path()), [".tpde-file.dir", ".tpde-link.dir", ".tpde-other.tmp", "mine.dir"]);
+}
+
+#[test]
+fn temporary_folders_of_many_processes_do_not_remove_each_other() {
+    let place = folder();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for _ in 0..100 {
+                    let folder = TemporaryFolder::create_in(place.path()).unwrap();
+                    fs::write(folder.path().join("a"), "x").unwrap();
+                    assert!(folder.path().join("a").exists());
+                }
+            });
+        }
+    });
+    assert!(names(place.path()).is_empty());
+}
+
+#[test]
+fn a_temporary_folder_is_removed_while_another_thread_fills_it() {
+    let place = folder();
+    for _ in 0..50 {
+        let (temporary, stop) = (TemporaryFolder::create_in(place.path()).unwrap(), std::sync::atomic::AtomicBool::new(false));
+        let path = temporary.path().to_owned();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for i in 0.. {
+                    if fs::write(path.join(i.to_string()), "x").is_err() || stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        return;
+                    }
+                }
+            });
+            std::thread::sleep(Duration::from_millis(2));
+            drop(temporary);
+            assert!(!path.exists());
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
+    assert!(names(place.path()).is_empty());
+}
+
+#[test]
+fn what_is_moved_out_of_a_temporary_folder_replaces_nothing() {
+    let place = folder();
+    let to = place.path().join("out");
+    let temporary = TemporaryFolder::create_in(place.path()).unwrap();
+    fs::create_dir(temporary.path().join("built")).unwrap();
+    fs::create_dir(&to).unwrap(); // empty: a plain rename would replace it
+    assert_eq!(kind(temporary.publish("built", &to)), io::ErrorKind::AlreadyExists);
+    fs::remove_dir(&to).unwrap();
+    temporary.publish("built", &to).unwrap();
+    drop(temporary);
+    assert_eq!(names(place.path()), ["out"]);
+}

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::manifest::{Content, MAX_MANIFEST, Reference, Shortcut, VOID, Version, check_size};
 use crate::names::{self, BRANCHES, MAX_NUMBER, SHORTCUTS};
-use crate::remote::{self, IN_FLIGHT, Remote};
+use crate::remote::{self, IN_FLIGHT, Remote, concurrently};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
@@ -60,7 +60,7 @@ impl Branch {
         }
         // A list may lack the newest manifests, so the numbers behind its last one are tried too.
         let mut next = branch.next_number().max(from);
-        let get = |number: u64| remote.get(names::manifest(name, number), None, MAX_MANIFEST);
+        let get = |number: u64| remote.get(names::manifest(name, number), MAX_MANIFEST);
         let mut request = get(next);
         branch.read(remote, branch.manifests.keys().next_back().copied())?;
         while let Some(bytes) = request.wait()?.or_else(|error| branch.damaged(next, error))? {
@@ -357,12 +357,9 @@ impl<'a> Catalog<'a> {
             }
         }
         let names = listed.keys().cloned().collect();
-        for (name, listed) in listed {
-            if let Entry::Vacant(new) = self.branches.entry(name) {
-                let branch = Branch::new(self.remote, new.key(), listed, 0)?;
-                new.insert(branch);
-            }
-        }
+        listed.retain(|name, _| !self.branches.contains_key(name));
+        let read = |(name, listed): (String, _)| Ok((name.clone(), Branch::new(self.remote, &name, listed, 0)?));
+        self.branches.extend(concurrently(listed, read)?);
         Ok(names)
     }
 

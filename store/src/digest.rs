@@ -2,6 +2,10 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 
 /// A BLAKE3 digest. In manifests and names, 64 hexadecimal digits in lower case.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -10,6 +14,21 @@ pub struct Digest(pub [u8; 32]);
 impl Digest {
     pub(crate) fn of(bytes: &[u8]) -> Self {
         Self(*blake3::Hasher::new().update_rayon(bytes).finalize().as_bytes())
+    }
+
+    /// The digest of a range of a file.
+    pub(crate) fn of_range(file: &File, range: Range<u64>) -> io::Result<Self> {
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = [0; 1 << 16];
+        let mut offset = range.start;
+        while offset < range.end {
+            let size = (range.end - offset).min(buffer.len() as u64);
+            let bytes = &mut buffer[..size as usize];
+            file.read_exact_at(bytes, offset)?;
+            hasher.update(bytes);
+            offset += size;
+        }
+        Ok(Self(*hasher.finalize().as_bytes()))
     }
 
     /// The digest of these digits.

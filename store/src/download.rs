@@ -2,13 +2,15 @@
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::manifest::{MAX_SEGMENT, Segment, Stored, StoredPair};
-use crate::remote::Remote;
+use crate::local::LocalFolder;
+use crate::manifest::{Segment, Stored, StoredPair};
+use crate::remote::{Remote, no_memory};
 use crate::wanted::Wanted;
+use rustix::fs::SeekFrom;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use tpde::{FileSource, OpenOptions, Pair, ValidatedIndex, Watch};
 
 /// Ranges with a smaller gap between them are read by one request.
@@ -21,20 +23,12 @@ const BLOB: &str = "tpde-blob";
 /// Maximum size of an index that is read into memory.
 const MAX_INDEX: u64 = 16 << 30;
 
-/// Reads a segment, and compares its size and digest.
-pub(crate) fn check_segment(segment: &Segment, found: Option<Vec<u8>>) -> Result<Vec<u8>> {
-    let damaged = |found: String| Error::Damaged {
-        digest: segment.digest,
-        expected: format!("{} bytes that hash to its name", segment.bytes),
-        found,
-    };
-    let bytes = found.ok_or_else(|| damaged("no such object".into()))?;
-    if bytes.len() as u64 != segment.bytes {
-        return Err(damaged(format!("{} bytes", bytes.len())));
-    }
+/// Compares the digest of a segment.
+pub(crate) fn check_segment(segment: &Segment, bytes: Vec<u8>) -> Result<Vec<u8>> {
     let digest = Digest::of(&bytes);
     if digest != segment.digest {
-        return Err(damaged(format!("bytes that hash to {digest}")));
+        let expected = format!("{} bytes that hash to its name", segment.bytes);
+        return Err(Error::Damaged { digest: segment.digest, expected, found: format!("bytes that hash to {digest}") });
     }
     Ok(bytes)
 }
@@ -46,14 +40,8 @@ pub(crate) fn each_segment(remote: &Remote, stored: &Stored, mut done: impl FnMu
         offset += segment.bytes;
         (offset - segment.bytes, *segment)
     });
-    let start = |(_, segment): &(u64, Segment)| remote.get(segment.object(), None, MAX_SEGMENT);
-    Remote::each(placed, start, |(offset, segment), found| done(offset, check_segment(&segment, found)?))
-}
-
-/// Writes a stored file to `path`. Segments that the file has already, from an interrupted call, are not read again. The
-/// caller syncs the file if that matters.
-pub(crate) fn to_file(remote: &Remote, stored: &Stored, path: &Path, watch: &dyn Watch) -> Result<()> {
-    to_files(remote, &[(stored, path.to_owned())], watch).map_err(|failed| failed.error)
+    let start = |(_, segment): &(u64, Segment)| remote.get_segment(segment, None);
+    Remote::each(placed, start, |(offset, segment), found| done(offset, check_segment(&segment, found?)?))
 }
 
 /// An error of reading one of several files or pairs.
@@ -63,61 +51,66 @@ pub(crate) struct Failed {
     pub error: Error,
 }
 
-/// [`to_file`] for several files, whose segments are read concurrently.
-fn to_files(remote: &Remote, files: &[(&Stored, PathBuf)], watch: &dyn Watch) -> Result<(), Failed> {
+/// Writes stored files into a folder. Segments that a file has already, from an interrupted call, are not read again. Segments of all
+/// files are read concurrently.
+fn to_files(remote: &Remote, folder: &LocalFolder, files: &[(&Stored, String)], watch: &dyn Watch) -> Result<(), Failed> {
     let mut missing = Vec::new();
-    for (at, (stored, path)) in files.iter().enumerate() {
-        let found = missing_segments(stored, path).map_err(|error| Failed { at, error })?;
+    for (at, (stored, name)) in files.iter().enumerate() {
+        let found = missing_segments(stored, folder, name, watch).map_err(|error| Failed { at, error })?;
         missing.extend(found.into_iter().map(|(offset, segment)| (at, offset, segment)));
     }
     let mut last = 0;
-    let start = |(_, _, segment): &(usize, u64, Segment)| remote.get(segment.object(), None, MAX_SEGMENT);
+    let start = |(_, _, segment): &(usize, u64, Segment)| remote.get_segment(segment, None);
     let written = Remote::each(missing, start, |(at, offset, segment), found| {
         last = at;
-        let bytes = check_segment(&segment, found)?;
+        let bytes = check_segment(&segment, found?)?;
         watch.done(0)?;
-        let path = &files[at].1;
-        open(path)?.write_all_at(&bytes, offset).map_err(|e| Error::io("write", path, e))
+        let name = &files[at].1;
+        folder.file(name)?.write_all_at(&bytes, offset).map_err(|e| Error::io("write", &folder.path().join(name), e))
     });
     written.map_err(|error| Failed { at: last, error })
 }
 
-/// Gives a file the size of the stored one, and returns the segments that it lacks, with their offsets.
-fn missing_segments(stored: &Stored, path: &Path) -> Result<Vec<(u64, Segment)>> {
-    let file = open(path)?;
-    let held = file.metadata().map_err(|e| Error::io("look at", path, e))?.len();
-    file.set_len(stored.bytes).map_err(|e| Error::io("write", path, e))?;
-    let (mut missing, mut offset, mut buffer) = (Vec::new(), 0, Vec::new());
+/// The segments that a file lacks, with their offsets. The file is only cut, never extended: its size is that of what was read.
+fn missing_segments(stored: &Stored, folder: &LocalFolder, name: &str, watch: &dyn Watch) -> Result<Vec<(u64, Segment)>> {
+    let path = folder.path().join(name);
+    let file = folder.file(name)?;
+    let held = file.metadata().map_err(|e| Error::io("look at", &path, e))?.len();
+    if held > stored.bytes {
+        file.set_len(stored.bytes).map_err(|e| Error::io("write", &path, e))?;
+    }
+    let (mut missing, mut offset) = (Vec::new(), 0);
     for segment in &stored.segments {
+        let range = offset..offset + segment.bytes;
+        offset = range.end;
         let mut is_held = false;
-        if offset + segment.bytes <= held {
-            buffer.resize(segment.bytes as usize, 0);
-            file.read_exact_at(&mut buffer, offset).map_err(|e| Error::io("read", path, e))?;
-            is_held = Digest::of(&buffer) == segment.digest;
+        if range.end <= held && is_written(&file, &range) {
+            watch.done(0)?;
+            is_held = Digest::of_range(&file, range.clone()).map_err(|e| Error::io("read", &path, e))? == segment.digest;
         }
         if !is_held {
-            missing.push((offset, *segment));
+            missing.push((range.start, *segment));
         }
-        offset += segment.bytes;
     }
     Ok(missing)
 }
 
-fn open(path: &Path) -> Result<File> {
-    File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("create", path, e))
+/// Whether a file has no hole in a range, as far as the file system tells. Reading a hole would take long and find nothing.
+fn is_written(file: &File, range: &Range<u64>) -> bool {
+    rustix::fs::seek(file, SeekFrom::Hole(range.start)).map_or(true, |hole| hole >= range.end)
 }
 
 /// The pairs that were read from a store, in a folder.
 pub(crate) struct Cache<'a> {
     pub remote: &'a Remote,
-    pub folder: &'a Path,
+    pub folder: &'a LocalFolder,
     pub watch: &'a dyn Watch,
 }
 
 impl Cache<'_> {
     /// Path of a pair, without endings.
     pub fn stem(&self, pair: &StoredPair) -> PathBuf {
-        self.folder.join(pair.digest.to_string())
+        self.folder.path().join(pair.digest.to_string())
     }
 
     fn open(&self, pair: &StoredPair) -> Result<Pair<FileSource>> {
@@ -125,18 +118,15 @@ impl Cache<'_> {
     }
 
     fn path(&self, pair: &StoredPair, ending: &str) -> PathBuf {
-        self.stem(pair).with_extension(ending)
+        self.folder.path().join(name(pair, ending))
     }
 
-    /// The index of a pair.
-    pub fn index(&self, pair: &StoredPair) -> Result<ValidatedIndex> {
-        to_file(self.remote, &pair.index, &self.path(pair, INDEX), self.watch)?;
-        self.read_index(pair)
-    }
-
+    /// The index of a pair, which gives the size of its blob.
     fn read_index(&self, pair: &StoredPair) -> Result<ValidatedIndex> {
         let bytes = FileSource::open(self.path(pair, INDEX))?.read_all("size of the index", MAX_INDEX)?;
-        Ok(ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?)
+        let index = ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?;
+        check_sizes(pair, &index)?;
+        Ok(index)
     }
 
     /// A pair with all its payloads.
@@ -147,44 +137,48 @@ impl Cache<'_> {
     /// Pairs with all their payloads.
     fn all_whole(&self, pairs: &[&StoredPair]) -> Result<Vec<Pair<FileSource>>, Failed> {
         let files: Vec<_> =
-            pairs.iter().flat_map(|pair| [(&pair.index, self.path(pair, INDEX)), (&pair.blob, self.path(pair, BLOB))]).collect();
-        to_files(self.remote, &files, self.watch).map_err(|failed| Failed { at: failed.at / 2, ..failed })?;
+            pairs.iter().flat_map(|pair| [(&pair.index, name(pair, INDEX)), (&pair.blob, name(pair, BLOB))]).collect();
+        to_files(self.remote, self.folder, &files, self.watch).map_err(|failed| Failed { at: failed.at / 2, ..failed })?;
         pairs.iter().enumerate().map(|(at, pair)| self.open(pair).map_err(|error| Failed { at, error })).collect()
     }
 
     /// The wanted payloads of a pair that are not in its blob here, and what these chunks are made from.
-    fn missing(&self, pair: &StoredPair, index: &ValidatedIndex, wanted: &Wanted) -> (Missing, Wanted) {
-        let held = self.held(pair);
+    fn missing(&self, pair: &StoredPair, index: &ValidatedIndex, wanted: &Wanted) -> Result<(Missing, Wanted)> {
+        let held = self.held(pair)?;
         let mut scratch = Vec::new();
         let mut missing = Missing { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
         let entries: Vec<_> = index.tensors().map(|entry| (entry, wanted.chunks(&entry))).collect();
         for (_, chunks) in &entries {
             for &number in chunks {
                 let chunk = index.chunk(number);
+                let end = chunk.blob_offset + u64::from(chunk.compressed_size).next_multiple_of(16);
+                let range = chunk.blob_offset..end;
                 // Compares CRC-32 and digest.
-                let mut is_held = || held.as_ref().is_some_and(|held| held.payload(number, &mut scratch).is_ok());
+                let mut is_held = || match &held {
+                    Some((held, file)) => is_written(file, &range) && held.payload(number, &mut scratch).is_ok(),
+                    None => false,
+                };
                 if chunk.compressed_size > 0 && !is_held() {
-                    let end = chunk.blob_offset + u64::from(chunk.compressed_size).next_multiple_of(16);
-                    missing.ranges.push(chunk.blob_offset..end);
+                    missing.ranges.push(range);
                     missing.chunks.push(number);
                 }
             }
         }
-        (missing, Wanted::bases(&entries))
+        Ok((missing, Wanted::bases(&entries)))
     }
 
     /// Pairs with the payloads of the chunks that have wanted elements of the last one, and of what these are made from in the pairs
     /// before. Other payloads are zeros, and reading them is an error. Payloads that an earlier call has read are not read again.
     fn all_partial(&self, pairs: &[&StoredPair], select: Select<'_>) -> Result<Vec<Pair<FileSource>>, Failed> {
-        let indexes: Vec<_> = pairs.iter().map(|pair| (&pair.index, self.path(pair, INDEX))).collect();
-        to_files(self.remote, &indexes, self.watch)?;
+        let indexes: Vec<_> = pairs.iter().map(|pair| (&pair.index, name(pair, INDEX))).collect();
+        to_files(self.remote, self.folder, &indexes, self.watch)?;
         let mut all: Vec<Missing> = Vec::new();
         let mut wanted: Option<Wanted> = None;
         for (at, pair) in pairs.iter().enumerate().rev() {
             let failed = |error| Failed { at, error };
             let index = self.read_index(pair).map_err(failed)?;
             let of_pair = wanted.map_or_else(|| select(&index), Ok).map_err(failed)?;
-            let (missing, bases) = self.missing(pair, &index, &of_pair);
+            let (missing, bases) = self.missing(pair, &index, &of_pair).map_err(failed)?;
             wanted = Some(bases);
             all.push(missing);
         }
@@ -203,39 +197,71 @@ impl Cache<'_> {
         pairs.iter().zip(all).enumerate().map(open).collect()
     }
 
-    /// The pair, if an earlier call has read its blob or ranges of it.
-    fn held(&self, pair: &StoredPair) -> Option<Pair<FileSource>> {
-        let is_here = self.path(pair, BLOB).metadata().is_ok_and(|blob| blob.len() == pair.blob.bytes);
-        if is_here { self.open(pair).ok() } else { None }
+    /// The pair and its blob, if an earlier call has read the blob or ranges of it. The index was read, and has confirmed its size.
+    fn held(&self, pair: &StoredPair) -> Result<Option<(Pair<FileSource>, File)>> {
+        let blob = self.folder.file(&name(pair, BLOB))?;
+        if blob.metadata().is_ok_and(|metadata| metadata.len() == 0) {
+            return Ok(None);
+        }
+        self.set_size(pair, &blob)?;
+        Ok(self.open(pair).ok().map(|pair| (pair, blob)))
+    }
+
+    fn set_size(&self, pair: &StoredPair, blob: &File) -> Result<()> {
+        blob.set_len(pair.blob.bytes).map_err(|e| Error::io("write", &self.path(pair, BLOB), e))
     }
 
     /// Writes ranges of blobs to their files.
     fn ranges(&self, pairs: &[&StoredPair], missing: &[Missing]) -> Result<(), Failed> {
         let mut requests = Vec::new();
         for (at, (pair, missing)) in pairs.iter().zip(missing).enumerate() {
-            let path = self.path(pair, BLOB);
-            let set = |file: File| file.set_len(pair.blob.bytes).map_err(|e| Error::io("write", &path, e));
-            open(&path).and_then(set).map_err(|error| Failed { at, error })?;
             requests
                 .extend(cut(&pair.blob, &missing.ranges).into_iter().map(|(offset, segment, range)| (at, offset, segment, range)));
         }
         let mut last = 0;
-        let start = |(_, _, segment, range): &(usize, u64, Segment, Range<u64>)| {
-            self.remote.get(segment.object(), Some(range.clone()), MAX_SEGMENT)
-        };
-        let written = Remote::each(requests, start, |(at, offset, segment, range), found| {
+        let start =
+            |(_, _, segment, range): &(usize, u64, Segment, Range<u64>)| self.remote.get_segment(segment, Some(range.clone()));
+        let written = Remote::each(requests, start, |(at, offset, _, range), found| {
             last = at;
+            let bytes = found?;
             self.watch.done(0)?;
-            let bytes = found.unwrap_or_default();
-            if bytes.len() as u64 != range.end - range.start {
-                let expected = format!("bytes {range:?} of {}", segment.bytes);
-                return Err(Error::Damaged { digest: segment.digest, expected, found: format!("{} bytes", bytes.len()) });
-            }
-            let path = self.path(pairs[at], BLOB);
-            open(&path)?.write_all_at(&bytes, offset + range.start).map_err(|e| Error::io("write", &path, e))
+            let file = self.folder.file(&name(pairs[at], BLOB))?;
+            file.write_all_at(&bytes, offset + range.start).map_err(|e| Error::io("write", &self.path(pairs[at], BLOB), e))
         });
-        written.map_err(|error| Failed { at: last, error })
+        written.map_err(|error| Failed { at: last, error })?;
+        for (at, pair) in pairs.iter().enumerate() {
+            let set_size = || self.set_size(pair, &self.folder.file(&name(pair, BLOB))?);
+            set_size().map_err(|error| Failed { at, error })?;
+        }
+        Ok(())
     }
+}
+
+/// Name of a file of a pair in a cache.
+fn name(pair: &StoredPair, ending: &str) -> String {
+    format!("{}.{ending}", pair.digest)
+}
+
+/// Reads the index of a pair into memory.
+pub(crate) fn index_of(remote: &Remote, pair: &StoredPair) -> Result<ValidatedIndex> {
+    let mut bytes = Vec::new();
+    each_segment(remote, &pair.index, |_, segment| {
+        bytes.try_reserve(segment.len()).map_err(|_| no_memory("an index"))?;
+        bytes.extend_from_slice(&segment);
+        Ok(())
+    })?;
+    let index = ValidatedIndex::parse_with(bytes, &OpenOptions::default().expect(pair.digest.0))?;
+    check_sizes(pair, &index)?;
+    Ok(index)
+}
+
+/// Checks that manifest and index state the same size of the blob.
+fn check_sizes(pair: &StoredPair, index: &ValidatedIndex) -> Result<()> {
+    let (expected, found) = (index.blob_size(), pair.blob.bytes);
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::manifest(&format!("pair {}", pair.digest), format_args!("expected a blob of {expected} bytes, found {found}")))
 }
 
 /// What is read of a blob: ranges, and the chunks whose payloads are in them.

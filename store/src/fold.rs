@@ -6,10 +6,11 @@ use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::get::check_pair;
 use crate::lease::Lease;
+use crate::local::LocalFolder;
 use crate::manifest::{Content, Reference, SHORTCUT_SCHEMA, Shortcut, Version};
 use crate::names;
 use crate::prefix::{NOBODY, Prefix, now, resolve};
-use crate::put::{Base, temporary, upload_pair};
+use crate::put::{Base, upload_pair};
 use crate::reach::{is_damage, reach};
 use crate::route::{self, Have, Source, Start};
 use crate::verify::check;
@@ -74,11 +75,11 @@ pub struct PruneReport {
 pub(crate) fn fold(prefix: &Prefix, from: &str, to: &str, options: &FoldOptions<'_>) -> Result<Shortcut> {
     let mut catalog = prefix.catalog()?;
     let (from, to) = (catalog.find(from)?, catalog.find(to)?);
-    let folder = temporary()?;
-    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
+    let folder = LocalFolder::temporary()?;
+    let cache = Cache { remote: &prefix.remote, folder: &folder, watch: options.watch.unwrap_or(NOBODY) };
     let mut damaged = catalog.damaged_shortcuts(&from, &to)?;
     for shortcut in catalog.shortcuts(&to)?.iter().filter(|shortcut| shortcut.from == from.reference()) {
-        match check(&cache, &to, &shortcut.pair) {
+        match check(&prefix.remote, &to, &shortcut.pair) {
             Ok(()) => return Ok(shortcut.clone()),
             Err(error) if is_damage(&error) => damaged.push(shortcut.object()),
             Err(error) => return Err(error),
@@ -159,8 +160,8 @@ pub(crate) fn prune(prefix: &Prefix, branch: &str, keep_every: u64, options: &Fo
         ));
     }
     let mut report = PruneReport::default();
-    let folder = temporary()?;
-    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: options.watch.unwrap_or(NOBODY) };
+    let folder = LocalFolder::temporary()?;
+    let cache = Cache { remote: &prefix.remote, folder: &folder, watch: options.watch.unwrap_or(NOBODY) };
     let (mut made, mut failed) = (HashSet::new(), HashSet::new());
     loop {
         // Folding may take long, while other writers continue. So the versions to mark are chosen from the state after it.
@@ -268,7 +269,7 @@ impl Plan {
                 }
                 // What it replaces goes only if it is sound. Once that is gone, it could not be made anew.
                 has_base = !is_parent_here
-                    || match check(cache, to, &shortcut.pair) {
+                    || match check(cache.remote, to, &shortcut.pair) {
                         Ok(()) => true,
                         Err(error) if is_damage(&error) => {
                             damaged.push(shortcut);

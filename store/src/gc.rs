@@ -98,6 +98,9 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
             report.removed_bytes += entry.bytes;
         }
     }
+    let (removed, bytes) = remote.remove_remains(oldest)?;
+    report.removed += removed;
+    report.removed_bytes += bytes;
     for entry in clocks.iter().filter(|entry| entry.modified <= oldest) {
         remote.delete(&entry.name)?;
     }

@@ -1,17 +1,22 @@
 //! `get`: rebuilds a version.
 
-use crate::download::{Cache, Select, to_file};
+use crate::catalog::Catalog;
+use crate::download::{Cache, Select, each_segment};
 use crate::error::{Error, Result};
+use crate::local::LocalFolder;
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, check_state, resolve};
 use crate::put::Base;
 use crate::reach::{LeftOut, reach};
-use crate::route::Start;
+use crate::route::{self, Have, Route, Source, Start};
 use crate::wanted::Wanted;
 use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsStr;
 use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use tpde::{Apply, Escaped, Rectangle, Tensor, ValidatedIndex, Watch};
+use tpde::{Apply, Escaped, Rectangle, TemporaryFolder, Tensor, ValidatedIndex, Watch};
 
 /// Returns the wanted rectangle of each wanted tensor, by name: [`Rectangle::whole`] for a whole tensor.
 pub type SelectTensors<'a> = dyn Fn(&ValidatedIndex) -> tpde::Result<BTreeMap<String, Rectangle>> + 'a;
@@ -27,7 +32,7 @@ pub struct GetOptions<'a> {
     /// Selects tensors and rectangles of tensors, from the index of the pair that gives the version. In the output, a tensor has the
     /// shape of its rectangle. Otherwise like [`tensors`](Self#structfield.tensors), to whose tensors it adds.
     pub select: Option<&'a SelectTensors<'a>>,
-    /// Folder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
+    /// LocalFolder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
     /// removed when the output is complete and used again after an interruption.
     pub cache: Option<PathBuf>,
     /// Receives the number of rebuilt bytes of tensors; the total is the size of all tensors, or of the selected ones. It can
@@ -118,43 +123,89 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let have = resolve(&mut catalog, &options.have)?;
     let version = catalog.find(version)?;
     if output.symlink_metadata().is_ok() {
-        let source = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
-        return Err(Error::io("create", output, source));
+        return Err(Error::io("write a version to", output, io::Error::new(io::ErrorKind::AlreadyExists, "it exists")));
     }
-    let own = own_cache(output, &version)?;
-    let folder = options.cache.as_deref().unwrap_or(&own);
-    let is_new = folder.symlink_metadata().is_err();
-    fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+    let Some(name) = output.file_name() else {
+        return Err(Error::InvalidArgument(format!("{} names no file or folder", Escaped(&output.display().to_string()))));
+    };
+    let parent = parent_of(output);
+    if let Some(cache) = options.cache.as_deref().filter(|cache| is_within(cache, output)) {
+        let [cache, output] = [cache, output].map(|path| Escaped(&path.display().to_string()).to_string());
+        return Err(Error::InvalidArgument(format!("expected a cache outside of the output {output}, found {cache}")));
+    }
+    let have = without_itself(&mut catalog, &version, have)?;
+    fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
+    let staged = TemporaryFolder::create_in(parent)?;
+    let kept_path = parent.join(kept_name(name, &version));
+    let kept = if options.cache.is_none() { LocalFolder::kept(&kept_path, staged.path())? } else { None };
+    let is_new = kept.as_ref().is_some_and(|(_, is_new)| *is_new);
+    let folder = match (&options.cache, kept) {
+        (Some(cache), _) => LocalFolder::at(cache)?,
+        (None, Some((kept, _))) => kept,
+        (None, None) => LocalFolder::at(&staged.path().join("pairs"))?,
+    };
     let watch = options.watch.unwrap_or(NOBODY);
-    let cache = Cache { remote: &prefix.remote, folder, watch };
+    let cache = Cache { remote: &prefix.remote, folder: &folder, watch };
 
     let select = |index: &ValidatedIndex| options.wanted(&version, index);
     let select = options.is_selection().then_some(&select as Select<'_>);
     let reached = reach(&mut catalog, &cache, &version, Start::Get(&have), select, |route, pairs| {
-        rebuild(&cache, &version, &Base::open(route, &have, pairs)?, output, options)
+        rebuild(&cache, &version, &Base::open(route, &have, pairs)?, &staged, options)
+    });
+    let outcome = reached.and_then(|((), left_out)| {
+        staged.publish(REBUILT, output)?;
+        Ok(GetReport { version, left_out })
     });
     // What was read is of use only to a repeated call.
-    let is_over = match &reached {
-        Ok(_) => true,
-        Err(error) => is_new && is_permanent(error),
-    };
-    if options.cache.is_none() && is_over {
-        let _ = fs::remove_dir_all(&own);
+    let is_over = outcome.as_ref().map_or_else(|error| is_new && is_permanent(error), |_| true);
+    if folder.path() == kept_path {
+        let _ = if is_over { fs::remove_dir_all(&kept_path) } else { fs::remove_dir(&kept_path) };
     }
-    let ((), left_out) = reached?;
-    Ok(GetReport { version, left_out })
+    outcome
+}
+
+/// Whether a path is another one, which does not exist, or leads through it.
+fn is_within(path: &Path, other: &Path) -> bool {
+    let place = |path: &Path| Some((parent_of(path).canonicalize().ok()?, path.file_name()?.to_owned()));
+    let other = place(other);
+    other.is_some() && path.ancestors().any(|path| place(path) == other)
+}
+
+/// The checkpoints of the caller without those that have the tensors of the version: its files are rebuilt from the store.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if it cannot be rebuilt without them.
+fn without_itself(catalog: &mut Catalog<'_>, version: &Version, mut have: Have) -> Result<Have> {
+    while let Some(Route { source: Source::Version(same), steps }) = route::find_without(catalog, version, Start::Get(&have), &[])?
+        && steps.is_empty()
+        && let Some(path) = have.remove(&(same.branch.clone(), same.number))
+    {
+        if route::find_without(catalog, version, Start::Get(&have), &[])?.is_none() {
+            let path = Escaped(&path.display().to_string()).to_string();
+            let reason = format!("{} is not stored without the checkpoint {path}, which has its tensors", version.name());
+            return Err(Error::InvalidArgument(reason));
+        }
+    }
+    Ok(have)
 }
 
 /// Whether the same call fails again.
 fn is_permanent(error: &Error) -> bool {
     use tpde::Error as E;
-    matches!(
-        error,
-        Error::InvalidArgument(_) | Error::External { .. } | Error::Unreachable { .. } | Error::Tpde(E::InvalidArgument(_))
-    )
+    match error {
+        Error::InvalidArgument(_) | Error::External { .. } | Error::Unreachable { .. } | Error::Tpde(E::InvalidArgument(_)) => true,
+        Error::Tpde(E::Io { source, .. }) => source.kind() == io::ErrorKind::AlreadyExists,
+        _ => false,
+    }
 }
 
-fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, output: &Path, options: &GetOptions<'_>) -> Result<()> {
+/// Name of a rebuilt version in its temporary folder.
+const REBUILT: &str = "rebuilt";
+
+fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, staged: &TemporaryFolder, options: &GetOptions<'_>) -> Result<()> {
+    let output = &staged.path().join(REBUILT);
+    // Of another way, which was damaged.
+    let _ = fs::remove_dir_all(output);
     let Some(last) = base.last() else {
         return Err(Error::InvalidArgument(format!("{} is a checkpoint that the caller has", version.name())));
     };
@@ -172,30 +223,39 @@ fn rebuild(cache: &Cache<'_>, version: &Version, base: &Base, output: &Path, opt
         }
         return Ok(());
     }
-    if is_one_file(last.index()) {
-        apply.to_path(output)?;
-        return Ok(());
-    }
-    let parent = parent_of(output);
-    let staged = tempfile::Builder::new().prefix(".tpde-").suffix(".tmp").tempdir_in(parent);
-    let staged = staged.map_err(|e| Error::io("create a folder in", parent, e))?;
-    let folder = staged.path().join("checkpoint");
-    apply.to_path(&folder)?;
+    apply.to_path(output)?;
     for file in &version.files {
         // `Version::parse` has checked that the name leads to a place below the folder.
-        let path = folder.join(&file.name);
-        if let Some(parent) = path.parent() {
-            fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
-        }
+        let path = output.join(&file.name);
+        let parent = create_folders(output, &file.name)?;
         // Fails for a name that the file system does not tell apart from another one.
-        File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
-        to_file(cache.remote, &file.content, &path, cache.watch)?;
-        sync(&path)?;
-        sync(path.parent().unwrap_or(&folder))?;
+        let open = File::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
+        each_segment(cache.remote, &file.content, |offset, bytes| {
+            cache.watch.done(0)?;
+            open.write_all_at(&bytes, offset).map_err(|e| Error::io("write", &path, e))
+        })?;
+        open.sync_all().map_err(|e| Error::io("sync", &path, e))?;
+        sync(&parent)?;
     }
-    sync(&folder)?;
-    fs::rename(&folder, output).map_err(|e| Error::io("create", output, e))?;
-    sync(parent)
+    if !version.files.is_empty() {
+        sync(output)?;
+    }
+    Ok(())
+}
+
+/// Creates the folders between a folder and a file below it. Returns the folder of the file. A folder that was removed meanwhile, at
+/// a signal, is not created again.
+fn create_folders(folder: &Path, name: &str) -> Result<PathBuf> {
+    let mut path = folder.to_owned();
+    let (between, _) = name.rsplit_once('/').unwrap_or_default();
+    for part in between.split('/').filter(|part| !part.is_empty()) {
+        path.push(part);
+        match fs::create_dir(&path) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(Error::io("create", &path, e)),
+            _ => {}
+        }
+    }
+    Ok(path)
 }
 
 /// Checks that a pair is what the manifest of its version states: its tensors, and no file of the same name.
@@ -224,10 +284,9 @@ fn parent_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The cache of a `get` that has none: the same after an interruption.
-fn own_cache(output: &Path, version: &Version) -> Result<PathBuf> {
-    let Some(name) = output.file_name() else {
-        return Err(Error::InvalidArgument(format!("{} names no file or folder", Escaped(&output.display().to_string()))));
-    };
-    Ok(parent_of(output).join(format!(".{}.{}.tpde-get", name.to_string_lossy(), version.id)))
+/// Name of the folder for the pairs that a `get` reads: the same after an interruption, and of bounded length.
+fn kept_name(output: &OsStr, version: &Version) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(version.id.as_bytes()).update(output.as_encoded_bytes());
+    format!(".tpde-get-{}", &hasher.finalize().to_hex()[..32])
 }

@@ -147,7 +147,7 @@ impl<'a> Lease<'a> {
         if remote.create(object, bytes)? {
             return Ok(true);
         }
-        if remote.get(object.to_owned(), None, MAX_MANIFEST).wait()??.is_some_and(|found| found == VOID) {
+        if remote.get(object.to_owned(), MAX_MANIFEST).wait()??.is_some_and(|found| found == VOID) {
             return Err(Error::TooSlow { seconds: self.begin.elapsed().as_secs(), grace: self.prefix.rules.grace });
         }
         Ok(false)
@@ -190,7 +190,7 @@ pub(crate) fn settle(prefix: &Prefix, oldest: i64) -> Result<Running> {
         let Some(id) = names::of_lease(&entry.name) else { continue };
         let is_old = entry.modified <= oldest && renewed.get(&id).is_none_or(|renewed| renewed.modified <= oldest);
         // A call that has ended since the list was made has removed its lease.
-        let Some(bytes) = remote.get(entry.name.clone(), None, MAX_MANIFEST).wait()?? else { continue };
+        let Some(bytes) = remote.get(entry.name.clone(), MAX_MANIFEST).wait()?? else { continue };
         match (Terms::parse(&bytes, &entry.name), is_old) {
             (Ok(terms), false) => {
                 running.calls.insert(id);

@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod blob;
 mod catalog;
 mod digest;
 mod download;
@@ -39,6 +40,7 @@ mod get;
 #[doc(hidden)]
 pub mod internals;
 mod lease;
+mod local;
 mod manifest;
 mod names;
 mod opened;
@@ -49,6 +51,7 @@ mod remote;
 mod report;
 mod route;
 mod store;
+mod threads;
 mod upload;
 mod verify;
 mod wanted;

@@ -163,6 +163,13 @@ pub(crate) fn of_shortcut(object: &str) -> Option<(Place<'_>, Place<'_>)> {
     (number <= MAX_NUMBER && is_canonical && check_branch(branch).is_ok()).then_some(ends)
 }
 
+/// Whether an object has a name that this crate gives.
+pub(crate) fn is_of_store(object: &str) -> bool {
+    let is_of_version = of_manifest(object).or(of_mark(object)).or(of_deletion(object)).is_some();
+    let is_of_call = of_lease(object).or(of_renewal(object)).is_some() || is_clock(object);
+    object == STORE || of_object(object).is_some() || of_shortcut(object).is_some() || is_of_version || is_of_call
+}
+
 /// Names of branches have ASCII letters, digits, `.`, `_` and `-`, and do not begin with `.`.
 pub(crate) fn check_branch(name: &str) -> Result<(), String> {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);

@@ -1,16 +1,16 @@
 //! Versions whose pairs are in a local folder, read without rebuilding them as files.
 
 use crate::download::{Cache, Select};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::get::{GetOptions, check_pair};
+use crate::local::LocalFolder;
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, resolve};
-use crate::put::{Base, temporary};
+use crate::put::Base;
 use crate::reach::{LeftOut, reach};
 use crate::route::Start;
 use crate::wanted::Wanted;
 use std::collections::BTreeMap;
-use std::fs;
 use tpde::{Chain, FileSource, Pair, Rectangle, ValidatedIndex};
 
 /// A version whose pairs were read from the store: [`Store::open_version`](crate::Store::open_version) makes it.
@@ -21,8 +21,8 @@ pub struct Opened {
     version: Version,
     base: Base,
     left_out: Vec<LeftOut>,
-    /// Removed on drop.
-    _folder: Option<tempfile::TempDir>,
+    /// Removed on drop, if it is temporary.
+    _folder: LocalFolder,
 }
 
 impl Opened {
@@ -59,16 +59,8 @@ pub(crate) fn open_version(
     let mut catalog = prefix.catalog()?;
     let have = resolve(&mut catalog, &options.have)?;
     let version = catalog.find(version)?;
-    let (folder, path) = match &options.cache {
-        Some(cache) => (None, cache.clone()),
-        None => {
-            let folder = temporary()?;
-            let path = folder.path().to_owned();
-            (Some(folder), path)
-        }
-    };
-    fs::create_dir_all(&path).map_err(|e| Error::io("create", &path, e))?;
-    let cache = Cache { remote: &prefix.remote, folder: &path, watch: options.watch.unwrap_or(NOBODY) };
+    let folder = options.cache.as_deref().map_or_else(LocalFolder::temporary, LocalFolder::at)?;
+    let cache = Cache { remote: &prefix.remote, folder: &folder, watch: options.watch.unwrap_or(NOBODY) };
     let select = |index: &ValidatedIndex| match parts {
         Some(parts) => Ok(Wanted::of(parts.clone())),
         None => options.wanted(&version, index),

@@ -36,7 +36,7 @@ impl Prefix {
     /// [`Error::NotAStore`]; [`Error::Replaced`]; [`Error::Request`].
     pub fn check(&self) -> Result<()> {
         let location = || self.remote.location().to_owned();
-        match self.remote.get(STORE.into(), None, MAX_MANIFEST).wait()?? {
+        match self.remote.get(STORE.into(), MAX_MANIFEST).wait()?? {
             Some(found) if *found == *self.identity => Ok(()),
             Some(_) => Err(Error::Replaced { location: location() }),
             None => Err(Error::NotAStore { location: location() }),

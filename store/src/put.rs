@@ -5,6 +5,7 @@ use crate::digest::{Digest, UploadId};
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::lease::Lease;
+use crate::local::LocalFolder;
 use crate::manifest::{Content, SinceAnchor, Stored, StoredFile, StoredPair, Version, check_size};
 use crate::names;
 use crate::prefix::{NOBODY, Prefix, json, new_version, resolve, state};
@@ -13,11 +14,10 @@ use crate::route::{self, Have, Route, Source, Start};
 use crate::upload::{Known, Upload, take};
 use crate::wanted::Wanted;
 use std::collections::{BTreeMap, HashSet};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use tpde::{
-    Apply, BaseKind, Chain, Checkpoint, Encode, EncodeOptions, FileSource, MemoryCheckpoint, PairPaths, SafetensorsCheckpoint,
-    Tensor, ValidatedIndex, Watch,
+    Apply, BaseKind, Chain, Checkpoint, Encode, EncodeOptions, Escaped, FileSource, MemoryCheckpoint, PairPaths,
+    SafetensorsCheckpoint, Tensor, ValidatedIndex, Watch,
 };
 
 /// How a version is stored.
@@ -125,6 +125,13 @@ impl<'a> PutOptions<'a> {
 
 pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOptions<'_>) -> Result<Version> {
     let path = checkpoint.as_ref();
+    if let (Some(store), Ok(folder)) = (prefix.remote.folder(), path.canonicalize())
+        && store.starts_with(&folder)
+    {
+        let path = Escaped(&path.display().to_string()).to_string();
+        let reason = format!("the checkpoint {path} contains the store {}, into which it is to be put", store.display());
+        return Err(Error::InvalidArgument(reason));
+    }
     put_checkpoint(prefix, &SafetensorsCheckpoint::open(path)?, path.is_dir().then_some(path), options)
 }
 
@@ -223,8 +230,8 @@ impl Put<'_> {
                 file_names(pair.index())
             }
             (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
-                let folder = temporary()?;
-                let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
+                let folder = LocalFolder::temporary()?;
+                let cache = Cache { remote: &prefix.remote, folder: &folder, watch };
                 let base = Base::reach(&mut catalog, &cache, parent, &have)?;
                 let chain = base.chain()?;
                 let (index, pair) = upload_pair(prefix, id, Encode::new(target).base(&chain).options(encode).watch(watch))?;
@@ -244,9 +251,10 @@ impl Put<'_> {
         if let Some(folder) = folder {
             for (name, path) in files_below(folder, &pair_files)? {
                 watch.done(0)?;
-                let file = File::open(&path).map_err(|e| Error::io("open", &path, e))?;
-                let content = Upload::new(prefix, id, &known).all(file);
-                version.files.push(StoredFile { name, content: content.map_err(|e| Error::io("read", &path, e))?? });
+                let mut file = FileSource::open(&path)?;
+                file.settle()?;
+                let content = Upload::new(prefix, id, &known).file(&file)?;
+                version.files.push(StoredFile { name, content });
             }
         }
         Ok(version)
@@ -276,6 +284,9 @@ impl Put<'_> {
         version.tensor_bytes = index.tensor_bytes().1;
         version.state = state(index);
         let stored = upload_files(prefix, id, path)?;
+        if stored.digest.0 != *index.pair_digest() {
+            return Err(tpde::Error::Changed { what: path.display().to_string() }.into());
+        }
         version.since_anchor = match base {
             Some(parent) => behind(&mut catalog, parent, &stored)?,
             None => Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: stored.bytes() }),
@@ -295,8 +306,8 @@ fn check_fits(
     pair: &tpde::Pair<FileSource>,
     watch: &dyn Watch,
 ) -> Result<()> {
-    let folder = temporary()?;
-    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch };
+    let folder = LocalFolder::temporary()?;
+    let cache = Cache { remote: &prefix.remote, folder: &folder, watch };
     let open = |route: &Route, pairs| Base::open(route, have, pairs);
     let (base, _) = reach(catalog, &cache, parent, Start::Get(have), Some(&|_| Ok(Wanted::default())), open)?;
     Chain::new(base.checkpoint(), base.pairs.iter().chain([pair]))?;
@@ -322,12 +333,12 @@ pub(crate) fn upload_alone(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
 fn upload_files(prefix: &Prefix, id: UploadId, path: &Path) -> Result<StoredPair> {
     let known = Known::new();
     let paths = PairPaths::new(path);
+    let (mut index, mut blob) = (FileSource::open(&paths.index)?, FileSource::open(&paths.blob)?);
+    index.settle()?;
+    blob.settle()?;
     let digest = Digest(*tpde::Pair::open(path)?.index().pair_digest());
-    let upload = |path: &Path| {
-        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
-        Upload::new(prefix, id, &known).all(file).map_err(|e| Error::io("read", path, e))?
-    };
-    let (index, blob) = (upload(&paths.index)?, upload(&paths.blob)?);
+    let upload = |file: &FileSource| Upload::new(prefix, id, &known).file(file);
+    let (index, blob) = (upload(&index)?, upload(&blob)?);
     Ok(StoredPair { digest, index, blob })
 }
 
@@ -366,8 +377,7 @@ pub(crate) fn upload_pair(prefix: &Prefix, id: UploadId, encode: Encode<'_>) -> 
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
     let blob: Stored = streamed.blob.finish(&streamed.header)?;
-    let index = Upload::new(prefix, id, &known).all(streamed.index.as_bytes());
-    let index = index.map_err(|e| Error::io("read", Path::new("the index"), e))??;
+    let index = Upload::new(prefix, id, &known).all(&streamed.index.as_bytes())?;
     let digest = Digest(*streamed.index.pair_digest());
     Ok((streamed.index, StoredPair { digest, index, blob }))
 }
@@ -379,11 +389,6 @@ pub(crate) struct Base {
 }
 
 static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
-
-/// A folder for pairs, which is removed on drop.
-pub(crate) fn temporary() -> Result<tempfile::TempDir> {
-    tempfile::tempdir().map_err(|e| Error::io("create", &std::env::temp_dir(), e))
-}
 
 impl Base {
     /// A version, read by the cheapest way.
@@ -429,8 +434,10 @@ fn files_below(folder: &Path, of_pair: &HashSet<String>) -> Result<Vec<(String, 
     let mut files = Vec::new();
     let mut open = vec![(folder.to_owned(), String::new())];
     while let Some((path, prefix)) = open.pop() {
+        let mut is_empty = true;
         for entry in path.read_dir().map_err(|e| Error::io("list", &path, e))? {
             let entry = entry.map_err(|e| Error::io("list", &path, e))?;
+            is_empty = false;
             let kind = entry.file_type().map_err(|e| Error::io("look at", &entry.path(), e))?;
             let Ok(name) = entry.file_name().into_string() else {
                 let path = entry.path();
@@ -449,6 +456,12 @@ fn files_below(folder: &Path, of_pair: &HashSet<String>) -> Result<Vec<(String, 
                 let path = entry.path();
                 return Err(Error::InvalidArgument(format!("{path:?} is neither a file nor a folder, nor a link to a file")));
             }
+        }
+        if is_empty {
+            tracing::warn!(
+                "the folder {} is empty, and a store has only files: it is left out",
+                Escaped(&path.display().to_string())
+            );
         }
     }
     files.sort_unstable();

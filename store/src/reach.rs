@@ -49,7 +49,7 @@ pub(crate) fn reach<T>(
                     left_out.extend(damaged.map(|(object, e)| LeftOut { pair: object.clone(), reason: e.to_string() }));
                     return Ok((done, left_out));
                 }
-                Err(error) => (suspects(&route, &error), error),
+                Err(error) => (suspects(&route, &error), named(&route, error)),
             },
             Err(Failed { at, error }) => (vec![route.steps[at].clone()], error),
         };
@@ -88,6 +88,17 @@ fn suspects(route: &Route, error: &Error) -> Vec<Step> {
     match error {
         Error::Tpde(tpde::Error::Step { number, .. }) => route.steps.get(number - 1).cloned().into_iter().collect(),
         _ => route.steps.iter().filter(|step| step.is_shortcut()).cloned().collect(),
+    }
+}
+
+/// The error of a step, with the name of the step: the path of its pair in a cache says little.
+fn named(route: &Route, error: Error) -> Error {
+    match error {
+        Error::Tpde(tpde::Error::Step { number, pair, source }) => {
+            let pair = route.steps.get(number - 1).map_or(pair, Step::to_string);
+            tpde::Error::Step { number, pair, source }.into()
+        }
+        error => error,
     }
 }
 

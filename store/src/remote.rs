@@ -2,13 +2,18 @@
 
 use crate::error::{Error, Result};
 use crate::folder::{Folder, Vanished};
-use futures_util::TryStreamExt;
+use crate::manifest::Segment;
+use crate::names;
+use crate::threads::Threads;
+use futures_util::{FutureExt, TryStreamExt};
 use object_store::path::Path as ObjectPath;
-use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
+use object_store::{GetOptions, GetRange, GetResult, GetResultPayload, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,6 +28,9 @@ const BACKOFF: Duration = Duration::from_millis(50);
 /// Number of concurrent requests.
 pub(crate) const IN_FLIGHT: usize = 8;
 
+/// Number of threads for requests to object stores.
+const RUNTIME_THREADS: usize = 2;
+
 /// Maximum size of the objects that are kept in memory.
 const KNOWN_BYTES: usize = 16 << 20;
 
@@ -33,11 +41,17 @@ const LOOK: Duration = Duration::from_millis(50);
 pub(crate) type SharedWatch = Arc<dyn Watch + Send + Sync>;
 
 /// Writes that are repeated in the background until this is dropped.
-pub(crate) struct Repeating(tokio::task::AbortHandle);
+pub(crate) enum Repeating {
+    Task(tokio::task::AbortHandle),
+    /// The thread ends when this is dropped.
+    Thread(#[expect(dead_code, reason = "dropped")] mpsc::Sender<()>),
+}
 
 impl Drop for Repeating {
     fn drop(&mut self) {
-        self.0.abort();
+        if let Self::Task(task) = self {
+            task.abort();
+        }
     }
 }
 
@@ -53,8 +67,9 @@ struct Shared {
     store: Arc<dyn ObjectStore>,
     prefix: ObjectPath,
     location: String,
-    /// Taken when the last handle is dropped.
-    runtime: Option<Runtime>,
+    /// The folder, if the store is one.
+    folder: Option<PathBuf>,
+    executor: Executor,
     /// Whether requests run on the caller's thread, one after the other: for simulations.
     is_sequential: bool,
     /// Whether this process has seen that the object store creates an object only if it does not exist.
@@ -93,10 +108,45 @@ fn locked(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
     known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Drop for Shared {
+/// What runs requests.
+enum Executor {
+    /// For object stores, whose clients need one. Taken on drop.
+    Runtime(Option<Runtime>),
+    /// For folders. Their requests block, and never wait for another task.
+    Threads(Threads),
+}
+
+impl Executor {
+    fn runtime() -> Result<Self> {
+        let failed = |e| Error::io("start", Path::new("the threads of the store"), e);
+        // tokio panics if the system refuses a thread.
+        let probe = |_| std::thread::Builder::new().spawn(std::thread::park);
+        let probes: Vec<_> = (0..=RUNTIME_THREADS).map(probe).collect();
+        let ended: Vec<_> = probes.into_iter().map(|probe| probe.map(|thread| thread.thread().unpark())).collect();
+        ended.into_iter().collect::<io::Result<()>>().map_err(failed)?;
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        let runtime = builder.worker_threads(RUNTIME_THREADS).thread_name("tpde-store").enable_all().build();
+        Ok(Self::Runtime(Some(runtime.map_err(failed)?)))
+    }
+
+    fn run<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static, done: impl FnOnce(T) + Send + 'static) {
+        match self {
+            Self::Runtime(runtime) => {
+                if let Some(runtime) = runtime {
+                    runtime.spawn(async move { done(work.await) });
+                }
+            }
+            Self::Threads(threads) => threads.start(move || _ = work.now_or_never().map(done)),
+        }
+    }
+}
+
+impl Drop for Executor {
     fn drop(&mut self) {
         // A plain drop waits, and panics on a thread of another runtime.
-        if let Some(runtime) = self.runtime.take() {
+        if let Self::Runtime(runtime) = self
+            && let Some(runtime) = runtime.take()
+        {
             runtime.shutdown_background();
         }
     }
@@ -148,6 +198,7 @@ impl Remote {
         };
         if location.contains("://") && !location.starts_with("file://") {
             let url = url::Url::parse(location).map_err(|e| failed(e.into()))?;
+            check_feature(&url)?;
             // Only the clouds' own variables: without a prefix, `TOKEN` would be a setting too.
             let is_cloud = |key: &str| ["AWS_", "GOOGLE_", "AZURE_"].iter().any(|prefix| key.starts_with(prefix));
             let variables =
@@ -164,7 +215,8 @@ impl Remote {
             return Err(Error::NotAStore { location: location.to_owned() });
         }
         let store = Folder::new(folder).map_err(|e| failed(e.into()))?;
-        Self::new(Arc::new(store), ObjectPath::default(), location)
+        let folder = folder.canonicalize().map_err(|e| Error::io("open", folder, e))?;
+        Self::build(Arc::new(store), ObjectPath::default(), location, Some(folder), false)
     }
 
     pub fn new(store: Arc<dyn ObjectStore>, prefix: ObjectPath, location: &str) -> Result<Self> {
@@ -173,14 +225,24 @@ impl Remote {
 
     /// [`Remote::new`]. If `is_sequential`, requests run on the caller's thread, one after the other, and nothing in the background.
     pub fn with(store: Arc<dyn ObjectStore>, prefix: ObjectPath, location: &str, is_sequential: bool) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tpde-store").enable_all().build();
-        let runtime = Some(runtime.map_err(|e| Error::io("start", Path::new("the threads of the store"), e))?);
+        Self::build(store, prefix, location, None, is_sequential)
+    }
+
+    fn build(
+        store: Arc<dyn ObjectStore>,
+        prefix: ObjectPath,
+        location: &str,
+        folder: Option<PathBuf>,
+        is_sequential: bool,
+    ) -> Result<Self> {
+        let executor = if folder.is_some() { Executor::Threads(Threads::new(IN_FLIGHT)) } else { Executor::runtime()? };
         Ok(Self {
             shared: Arc::new(Shared {
                 store,
                 prefix,
                 location: location.to_owned(),
-                runtime,
+                folder,
+                executor,
                 is_sequential,
                 is_probed: AtomicBool::new(false),
                 known: Arc::default(),
@@ -194,6 +256,11 @@ impl Remote {
         Self { shared: self.shared.clone(), watch: Some(watch) }
     }
 
+    /// The folder of the store, if it is one.
+    pub fn folder(&self) -> Option<&Path> {
+        self.shared.folder.as_deref()
+    }
+
     pub fn location(&self) -> &str {
         &self.shared.location
     }
@@ -201,14 +268,10 @@ impl Remote {
     /// Starts a request. The caller's thread may belong to another runtime, so nothing here blocks on a runtime.
     fn start<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
-        if let Some(runtime) = &self.shared.runtime {
-            if self.shared.is_sequential {
-                let _ = sender.send(runtime.block_on(work));
-                return Pending { result: receiver, watch: self.watch.clone() };
-            }
-            runtime.spawn(async move {
-                let _ = sender.send(work.await);
-            });
+        if let (true, Executor::Runtime(Some(runtime))) = (self.shared.is_sequential, &self.shared.executor) {
+            let _ = sender.send(runtime.block_on(work));
+        } else {
+            self.shared.executor.run(work, move |result| _ = sender.send(result));
         }
         Pending { result: receiver, watch: self.watch.clone() }
     }
@@ -261,7 +324,22 @@ impl Remote {
     /// Writes an empty object every `interval`. An error is no failure: the next one may succeed.
     pub fn repeat(&self, interval: Duration, name: String) -> Option<Repeating> {
         let (store, path) = (self.shared.store.clone(), self.path(&name));
-        let runtime = self.shared.runtime.as_ref().filter(|_| !self.shared.is_sequential)?;
+        let runtime = match &self.shared.executor {
+            _ if self.shared.is_sequential => return None,
+            Executor::Runtime(runtime) => runtime.as_ref()?,
+            Executor::Threads(_) => {
+                let (sender, over) = mpsc::channel::<()>();
+                let run = move || {
+                    while over.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+                        if let Some(Err(error)) = store.put(&path, PutPayload::new()).now_or_never() {
+                            tracing::debug!(name, %error, "a lease was not renewed");
+                        }
+                    }
+                };
+                let thread = std::thread::Builder::new().name("tpde-lease".into()).spawn(run);
+                return thread.is_ok().then_some(Repeating::Thread(sender));
+            }
+        };
         let task = runtime.spawn(async move {
             loop {
                 tokio::time::sleep(interval).await;
@@ -270,7 +348,7 @@ impl Remote {
                 }
             }
         });
-        Some(Repeating(task.abort_handle()))
+        Some(Repeating::Task(task.abort_handle()))
     }
 
     /// Creates an object unless it exists. Returns whether it was created.
@@ -295,10 +373,35 @@ impl Remote {
         created.wait()?
     }
 
-    /// Reads an object of at most `limit` bytes, or the range `range` of it. `None` if there is no such object.
-    pub fn get(&self, name: String, range: Option<Range<u64>>, limit: u64) -> Pending<Result<Option<Vec<u8>>>> {
+    /// Reads an object of at most `limit` bytes. `None` if there is no such object.
+    pub fn get(&self, name: String, limit: u64) -> Pending<Result<Option<Vec<u8>>>> {
         let (store, path) = (self.shared.store.clone(), self.path(&name));
-        self.start(async move { read(&store, &path, &name, range, limit).await })
+        self.start(async move { read(&store, &path, &name, limit).await })
+    }
+
+    /// Reads a segment, or the range `range` of it, after comparing its size. The inner error is [`Error::Damaged`].
+    pub fn get_segment(&self, segment: &Segment, range: Option<Range<u64>>) -> Pending<Result<Result<Vec<u8>>>> {
+        let (name, segment) = (segment.object(), *segment);
+        let (store, path) = (self.shared.store.clone(), self.path(&name));
+        self.start(async move {
+            let read = || async {
+                let options = GetOptions { range: range.clone().map(GetRange::Bounded), ..GetOptions::default() };
+                let size = match store.get_opts(&path, options).await {
+                    Ok(got) if got.meta.size == segment.bytes => return bytes_of(got).await.map(Ok),
+                    Ok(got) => got.meta.size,
+                    Err(object_store::Error::NotFound { .. }) => return Ok(Err("no such object".to_owned())),
+                    // A range behind the end of an object is an error of the request, but the fault is in the object.
+                    Err(error) => match store.head(&path).await {
+                        Ok(object) if object.size != segment.bytes => object.size,
+                        _ => return Err(error),
+                    },
+                };
+                Ok(Err(format!("{size} bytes")))
+            };
+            let expected = format!("{} bytes that hash to its name", segment.bytes);
+            let found = repeated("read", &name, read).await?;
+            Ok(found.map_err(|found| Error::Damaged { digest: segment.digest, expected, found }))
+        })
     }
 
     /// Reads an object of at most `limit` bytes that a list has shown. It is read once, and again only after it was written again.
@@ -312,7 +415,7 @@ impl Remote {
             return Pending { result, watch: self.watch.clone() };
         }
         self.start(async move {
-            let bytes: Option<Arc<[u8]>> = read(&store, &path, &name, None, limit).await?.map(Into::into);
+            let bytes: Option<Arc<[u8]>> = read(&store, &path, &name, limit).await?.map(Into::into);
             if let Some(bytes) = &bytes {
                 locked(&known).add(name, stamp, bytes.clone());
             }
@@ -365,6 +468,33 @@ impl Remote {
         deleted.wait()?
     }
 
+    /// Removes the files that writes to a folder have left when their process was ended, and that are not newer than `oldest`, in
+    /// milliseconds since 1970. Each has the name of an object, `#` and a number. Lists do not have them. Returns number and bytes.
+    pub fn remove_remains(&self, oldest: i64) -> Result<(u64, u64)> {
+        let (mut removed, mut bytes) = (0, 0);
+        let mut open: Vec<PathBuf> = Vec::new();
+        open.extend(self.folder().map(Path::to_owned));
+        while let Some(folder) = open.pop() {
+            // What cannot be listed is not the store's, or an error of the lists.
+            for entry in folder.read_dir().into_iter().flatten().flatten() {
+                let (path, Ok(metadata)) = (entry.path(), entry.metadata()) else { continue };
+                if metadata.is_dir() {
+                    open.push(path);
+                    continue;
+                }
+                let name = self.folder().and_then(|root| path.strip_prefix(root).ok()?.to_str()?.rsplit_once('#'));
+                let is_remains = |(object, number): (&str, &str)| names::is_of_store(object) && number.parse::<u64>().is_ok();
+                let modified = metadata.mtime().saturating_mul(1000) + metadata.mtime_nsec() / 1_000_000;
+                if metadata.is_file() && name.is_some_and(is_remains) && modified <= oldest {
+                    std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?;
+                    removed += 1;
+                    bytes += metadata.len();
+                }
+            }
+        }
+        Ok((removed, bytes))
+    }
+
     /// Starts requests for all items, [`IN_FLIGHT`] at a time, and passes the results on in order.
     pub fn each<I, T, R>(
         items: impl IntoIterator<Item = I>,
@@ -385,33 +515,104 @@ impl Remote {
     }
 }
 
-/// Reads an object of at most `limit` bytes, or a range of it. `None` if there is no such object.
-async fn read(
-    store: &Arc<dyn ObjectStore>,
-    path: &ObjectPath,
-    name: &str,
-    range: Option<Range<u64>>,
-    limit: u64,
-) -> Result<Option<Vec<u8>>> {
-    let read = || async {
-        let options = GetOptions { range: range.clone().map(GetRange::Bounded), ..GetOptions::default() };
-        let got = match store.get_opts(path, options).await {
-            Err(object_store::Error::NotFound { .. }) => return Ok(Ok(None)),
-            // A range behind the end of an object is an error of the request, but the fault is in the object.
-            Err(error) => {
-                let Some(range) = &range else { return Err(error) };
-                let is_short = store.head(path).await.is_ok_and(|object| object.size < range.end);
-                return if is_short { Ok(Ok(Some(Vec::new()))) } else { Err(error) };
+/// Does work that waits for requests, on [`IN_FLIGHT`] threads. Threads that the system refuses are done without.
+pub(crate) fn concurrently<I: Send, T: Send>(
+    items: impl IntoIterator<Item = I, IntoIter: Send>,
+    work: impl Fn(I) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let (items, done) = (Mutex::new(items.into_iter()), Mutex::new(Vec::new()));
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let run = || {
+        while let Some(item) = next() {
+            let outcome = work(item);
+            let is_error = outcome.is_err();
+            done.lock().unwrap_or_else(PoisonError::into_inner).push(outcome);
+            if is_error {
+                while next().is_some() {}
             }
-            Ok(got) => got,
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..IN_FLIGHT {
+            let _ = std::thread::Builder::new().spawn_scoped(scope, run);
+        }
+        run();
+    });
+    done.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter().collect()
+}
+
+/// Checks that this crate was built with the feature that a URL needs.
+fn check_feature(url: &url::Url) -> Result<()> {
+    let host = url.host_str().unwrap_or_default();
+    let feature = match url.scheme() {
+        "s3" | "s3a" => "aws",
+        "gs" => "gcp",
+        "az" | "adl" | "azure" | "abfs" | "abfss" => "azure",
+        "https" if host.ends_with(".amazonaws.com") || host.ends_with(".r2.cloudflarestorage.com") => "aws",
+        "https" if host.ends_with(".windows.net") || host.ends_with(".azure.com") => "azure",
+        _ => return Ok(()),
+    };
+    let is_there = match feature {
+        "aws" => cfg!(feature = "aws"),
+        "gcp" => cfg!(feature = "gcp"),
+        _ => cfg!(feature = "azure"),
+    };
+    if is_there {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "{}:// needs the feature {feature}, which this build lacks: cargo install tpde-cli --features {feature}, or in Python pip install \
+     --config-settings build-args=\"--features {feature}\"",
+        url.scheme()
+    )))
+}
+
+/// Reads an object of at most `limit` bytes. `None` if there is no such object.
+async fn read(store: &Arc<dyn ObjectStore>, path: &ObjectPath, name: &str, limit: u64) -> Result<Option<Vec<u8>>> {
+    let read = || async {
+        let got = match store.get(path).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(Ok(None)),
+            got => got?,
         };
-        let size = got.range.end - got.range.start;
+        let size = got.meta.size;
         if size > limit {
             return Ok(Err(Error::manifest(name, format_args!("expected at most {limit} bytes, found {size}"))));
         }
-        got.bytes().await.map(|bytes| Ok(Some(bytes.to_vec())))
+        bytes_of(got).await.map(|bytes| Ok(Some(bytes)))
     };
     repeated("read", name, read).await?
+}
+
+/// The bytes of an answer.
+async fn bytes_of(got: GetResult) -> object_store::Result<Vec<u8>> {
+    let failed = |source: io::Error| object_store::Error::Generic { store: "tpde-store", source: source.into() };
+    let (start, size) = (got.range.start, got.range.end - got.range.start);
+    let mut bytes = Vec::new();
+    let reserved = usize::try_from(size).is_ok_and(|size| bytes.try_reserve_exact(size).is_ok());
+    if !reserved {
+        return Err(failed(io::ErrorKind::OutOfMemory.into()));
+    }
+    match got.payload {
+        GetResultPayload::File(mut file, _) => {
+            file.seek(SeekFrom::Start(start)).and_then(|_| file.take(size).read_to_end(&mut bytes)).map_err(failed)?;
+        }
+        GetResultPayload::Stream(mut stream) => {
+            while let Some(part) = stream.try_next().await?
+                && (bytes.len() + part.len()) as u64 <= size
+            {
+                bytes.extend_from_slice(&part);
+            }
+        }
+    }
+    if bytes.len() as u64 != size {
+        return Err(failed(io::Error::other(format!("expected {size} bytes, found {}", bytes.len()))));
+    }
+    Ok(bytes)
+}
+
+/// The error of memory that the system refuses.
+pub(crate) fn no_memory(what: &str) -> Error {
+    Error::io("allocate memory for", Path::new(what), io::ErrorKind::OutOfMemory.into())
 }
 
 /// Whether a repetition cannot succeed.
@@ -428,6 +629,14 @@ fn is_final(error: &object_store::Error) -> bool {
             | E::Unauthenticated { .. }
             | E::UnknownConfigurationKey { .. }
     )
+}
+
+async fn pause(wait: Duration) {
+    if tokio::runtime::Handle::try_current().is_ok() {
+        tokio::time::sleep(wait).await;
+    } else {
+        std::thread::sleep(wait);
+    }
 }
 
 async fn repeated<T, F: Future<Output = object_store::Result<T>>>(
@@ -449,7 +658,7 @@ async fn repeated<T, F: Future<Output = object_store::Result<T>>>(
             }
             Err(error) => {
                 tracing::debug!(action, object, attempt, %error, "repeating a request");
-                tokio::time::sleep(wait).await;
+                pause(wait).await;
                 wait *= 2;
             }
         }

@@ -1,11 +1,10 @@
 //! `report`: what each version changes, and what it takes to read it.
 
 use crate::catalog::Catalog;
-use crate::download::Cache;
+use crate::download::index_of;
 use crate::error::{Error, Result};
 use crate::manifest::{Content, Reference, StoredPair, Version};
-use crate::prefix::{NOBODY, Prefix};
-use crate::put::temporary;
+use crate::prefix::Prefix;
 use crate::route::{self, Start};
 use tpde::TensorReport;
 
@@ -43,13 +42,11 @@ pub(crate) fn report(prefix: &Prefix, branch: &str) -> Result<Vec<VersionReport>
     if versions.is_empty() {
         return Err(Error::NoVersion { version: branch.to_owned() });
     }
-    let folder = temporary()?;
-    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: NOBODY };
     let mut reports = Vec::with_capacity(versions.len());
     for version in versions {
         let mut pairs = Vec::new();
         for (from, is_shortcut, stored) in pairs_to(&mut catalog, &version)? {
-            let index = cache.index(&stored)?;
+            let index = index_of(&prefix.remote, &stored)?;
             let (mut elements, mut changed) = (0, 0);
             for tensor in index.tensors() {
                 let report = TensorReport::new(&index, &tensor);

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::fold::{self, FoldOptions, PruneReport};
 use crate::gc::{self, GcReport};
 use crate::get::{self, GetOptions, GetReport};
+use crate::local::LocalFolder;
 use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, Shortcut, StoreManifest, StoredPair, Version};
 use crate::names::{self, STORE};
 use crate::opened::{self, Opened};
@@ -85,6 +86,8 @@ pub struct Usage {
     pub shortcut_bytes: u64,
     /// Size of the files beside the tensors, each counted once, in bytes.
     pub file_bytes: u64,
+    /// Size of all of these in bytes.
+    pub stored_bytes: u64,
     /// Size of all tensors of all versions in bytes.
     pub tensor_bytes: u64,
 }
@@ -121,7 +124,7 @@ impl Store {
             anchor_percent: options.anchor_percent,
         };
         let identity = json(&rules)?;
-        if remote.get(STORE.into(), None, MAX_MANIFEST).wait()??.is_some() || !remote.create(STORE, identity.clone())? {
+        if remote.get(STORE.into(), MAX_MANIFEST).wait()??.is_some() || !remote.create(STORE, identity.clone())? {
             return Err(Error::AlreadyAStore { location: remote.location().to_owned() });
         }
         if let Err(error) = remote.probe(STORE, identity.clone()) {
@@ -148,7 +151,7 @@ impl Store {
     }
 
     pub(crate) fn open_at(remote: Remote) -> Result<Self> {
-        let found = remote.get(STORE.into(), None, MAX_MANIFEST).wait()??;
+        let found = remote.get(STORE.into(), MAX_MANIFEST).wait()??;
         let bytes = found.ok_or_else(|| Error::NotAStore { location: remote.location().to_owned() })?;
         let rules = StoreManifest::parse(&bytes, STORE)?;
         Ok(Self(Prefix { rules, identity: bytes.into(), remote, segment_bytes: SEGMENT_BYTES }))
@@ -375,7 +378,8 @@ impl Store {
     /// [`Error::Damaged`]; [`Error::InvalidArgument`] if `stored` contradicts itself; the errors of requests.
     pub fn download_pair(&self, stored: &StoredPair, folder: impl AsRef<Path>) -> Result<PathBuf> {
         stored.check().map_err(Error::InvalidArgument)?;
-        let cache = Cache { remote: &self.0.remote, folder: folder.as_ref(), watch: NOBODY };
+        let folder = LocalFolder::at(folder.as_ref())?;
+        let cache = Cache { remote: &self.0.remote, folder: &folder, watch: NOBODY };
         cache.whole(stored)?;
         Ok(cache.stem(stored))
     }
@@ -488,7 +492,29 @@ impl Store {
             }
         }
         usage.file_bytes = files.values().sum();
+        usage.stored_bytes = usage.anchor_bytes + usage.difference_bytes + usage.shortcut_bytes + usage.file_bytes;
         Ok(usage)
+    }
+
+    /// For each of these versions, the size in bytes of the files beside the tensors that its parent does not have. Those of the
+    /// parent are stored once.
+    ///
+    /// # Errors
+    /// The errors of reading the manifests of parents.
+    pub fn new_file_bytes(&self, versions: &[Version]) -> Result<Vec<u64>> {
+        let mut catalog = self.0.catalog()?;
+        let known: BTreeMap<_, _> = versions.iter().map(|version| (version.reference(), version)).collect();
+        let bytes = versions.iter().map(|version| {
+            let mut new: BTreeMap<_, _> = version.file_segments().map(|segment| (segment.digest, segment.bytes)).collect();
+            let parent = match version.parent.as_ref().filter(|_| !new.is_empty()) {
+                Some(parent) if let Some(known) = known.get(parent) => Some((*known).clone()),
+                Some(parent) => catalog.at(parent)?,
+                None => None,
+            };
+            parent.iter().flat_map(Version::file_segments).for_each(|segment| _ = new.remove(&segment.digest));
+            Ok(new.values().sum())
+        });
+        bytes.collect()
     }
 
     /// The versions of a branch as they appear, from number `from` on. The iterator asks the store every `interval`, and has no

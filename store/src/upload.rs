@@ -4,10 +4,11 @@ use crate::digest::{Digest, UploadId};
 use crate::error::{Error, Result};
 use crate::manifest::{Segment, Stored};
 use crate::prefix::Prefix;
-use crate::remote::{IN_FLIGHT, Pending, Remote};
+use crate::remote::{IN_FLIGHT, Pending, Remote, no_memory};
 use std::collections::{HashMap, VecDeque};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
+use tpde::{FileSource, Source};
 
 /// Cuts what is written to it into segments, and uploads each as soon as it is complete. The first segment waits for the end,
 /// because its beginning may still change.
@@ -37,6 +38,12 @@ pub(crate) type Failure = Arc<Mutex<Option<Error>>>;
 /// Takes the error of an upload.
 pub(crate) fn take(failure: &Failure) -> Option<Error> {
     failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+/// Keeps the error of an upload, and returns one for the caller of a writer.
+fn fail(failure: &Failure, error: Error) -> io::Error {
+    *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    io::Error::other("the upload failed")
 }
 
 impl<'a> Upload<'a> {
@@ -102,34 +109,48 @@ impl<'a> Upload<'a> {
         Ok(Stored { bytes: segments.iter().map(|segment| segment.bytes).sum(), segments })
     }
 
-    /// Uploads all that a reader gives. The error of the reader is returned as it is.
-    pub fn all(mut self, mut source: impl Read) -> io::Result<Result<Stored>> {
-        io::copy(&mut source, &mut self).map(|_| ()).or_else(|e| match take(&self.failure) {
-            Some(failure) => {
-                *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
-                Ok(())
-            }
-            None => Err(e),
-        })?;
-        if let Some(failure) = take(&self.failure) {
-            return Ok(Err(failure));
+    /// Uploads all bytes of a source.
+    pub fn all(mut self, source: &impl Source) -> Result<Stored> {
+        let mut offset = 0;
+        while offset < source.size() {
+            let size = (source.size() - offset).min(self.segment_bytes as u64) as usize;
+            self.current = zeroed(size)?;
+            source.read(offset, &mut self.current)?;
+            offset += size as u64;
+            self.end_segment()?;
         }
-        Ok(self.finish(&[]))
+        self.finish(&[])
     }
+
+    /// Uploads a file. If it has changed since it was opened, a part of what was read may be old and a part new, which is an error.
+    pub fn file(self, file: &FileSource) -> Result<Stored> {
+        let outcome = self.all(file);
+        // First, because a change may be the cause of another error.
+        file.check_unchanged()?;
+        outcome
+    }
+}
+
+/// A buffer of `size` bytes.
+fn zeroed(size: usize) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(size).map_err(|_| no_memory("a segment"))?;
+    bytes.resize(size, 0);
+    Ok(bytes)
 }
 
 impl Write for Upload<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let size = bytes.len().min(self.segment_bytes - self.current.len());
-        if self.current.is_empty() {
-            self.current.reserve_exact(size.max(self.segment_bytes.min(1 << 20)));
+        // Doubles the capacity, but not past the end of the segment.
+        let least = if self.current.is_empty() { 1 << 20 } else { self.current.len() };
+        if self.current.capacity() - self.current.len() < size {
+            let more = least.max(size).min(self.segment_bytes - self.current.len());
+            self.current.try_reserve_exact(more).map_err(|_| fail(&self.failure, no_memory("a segment")))?;
         }
         self.current.extend_from_slice(&bytes[..size]);
-        if self.current.len() == self.segment_bytes
-            && let Err(error) = self.end_segment()
-        {
-            *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            return Err(io::Error::other("the upload failed"));
+        if self.current.len() == self.segment_bytes {
+            self.end_segment().map_err(|error| fail(&self.failure, error))?;
         }
         Ok(size)
     }

@@ -1,18 +1,21 @@
 //! `verify`: reads and compares all that versions need.
 
+use crate::blob::StoredSource;
 use crate::catalog::Catalog;
-use crate::download::{Cache, each_segment};
+use crate::download::{Cache, each_segment, index_of};
 use crate::error::{Error, Result};
 use crate::get::check_pair;
+use crate::local::LocalFolder;
 use crate::manifest::{Segment, StoredPair, Version};
 use crate::prefix::{NOBODY, Prefix};
-use crate::put::{Base, temporary};
+use crate::put::Base;
 use crate::reach::is_damage;
+use crate::remote::Remote;
 use crate::report::pairs_to;
 use crate::route::{self, Have, Start};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
-use tpde::Apply;
+use tpde::{Apply, Pair};
 
 /// What [`Store::verify`](crate::Store::verify) has found.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -69,10 +72,8 @@ fn verify_one(
     shortcuts: &mut BTreeMap<String, String>,
 ) -> Result<u64> {
     let mut bytes = 0;
-    let folder = temporary()?;
-    let cache = Cache { remote: &prefix.remote, folder: folder.path(), watch: NOBODY };
     for (from, is_shortcut, stored) in pairs_to(catalog, version)? {
-        match (check(&cache, version, &stored), from) {
+        match (check(&prefix.remote, version, &stored), from) {
             (Ok(()), _) => bytes += stored.bytes(),
             (Err(error), Some(from)) if is_shortcut && is_damage(&error) => {
                 let name = format!("the shortcut from {} to {}", from.name(), version.name());
@@ -94,6 +95,8 @@ fn verify_one(
     if !rebuild {
         route::find(catalog, version, Start::Get(&have))?;
     } else {
+        let folder = LocalFolder::temporary()?;
+        let cache = Cache { remote: &prefix.remote, folder: &folder, watch: NOBODY };
         let base = Base::reach(catalog, &cache, version, &have)?;
         let chain = base.chain()?;
         if let Some(last) = base.last() {
@@ -104,8 +107,10 @@ fn verify_one(
 }
 
 /// Reads a pair that leads to a version, and compares all its digests.
-pub(crate) fn check(cache: &Cache<'_>, version: &Version, stored: &StoredPair) -> Result<()> {
-    let pair = cache.whole(stored)?;
-    pair.verify()?;
-    check_pair(version, pair.index())
+pub(crate) fn check(remote: &Remote, version: &Version, stored: &StoredPair) -> Result<()> {
+    let index = index_of(remote, stored)?;
+    check_pair(version, &index)?;
+    let blob = StoredSource::new(remote, &stored.blob);
+    let verified = Pair::new(index, &blob).and_then(|pair| pair.verify());
+    verified.map(drop).map_err(|error| blob.error(error))
 }

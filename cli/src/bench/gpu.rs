@@ -5,7 +5,6 @@
 
 use super::median::median;
 use super::placed::{PIECE, Placed, pieces};
-use crate::signals::TemporaryFolder;
 use crate::text::{self, BOLD};
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -308,7 +307,7 @@ impl Bed<'_> {
             ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
             ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
         ];
-        let files = TemporaryFolder::create("tpde-bench-")?;
+        let files = tpde::TemporaryFolder::create()?;
         std::fs::write(files.path().join("pair.tpde-index"), pair.index().as_bytes())?;
         std::fs::write(files.path().join("pair.tpde-blob"), pair.blob())?;
         let mut rows = vec![payloads_alone];

@@ -6,13 +6,12 @@ mod rows;
 use crate::common::Common;
 use crate::inputs::{CodecArgs, PartArg, glob, matchers, rectangles};
 use crate::renames::rename;
-use crate::signals::TemporaryFolder;
-use crate::{failure, text};
+use crate::{failure, html, text};
 use anyhow::{Context, anyhow};
 use clap::{Args, Subcommand};
 use globset::Glob;
 use report::Described;
-use rows::{Collected, Deleted, Folded, Got, Made, Pruned, Row, Sizes, Verified, Versions};
+use rows::{Collected, Deleted, Folded, Got, Made, Pruned, Row, Sizes, Verified, Versions, row};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
@@ -294,19 +293,21 @@ struct Watch {
 
 impl Store {
     pub fn run(&self, common: &Common) -> anyhow::Result<ExitCode> {
-        // The pairs that `put` and `verify` read. They go away at a signal too.
-        let temporary = TemporaryFolder::create("tpde-store-").context("create a temporary folder")?;
-        // The call fails if a folder was set before. That folder is as good.
-        let _ = tempfile::env::override_temp_dir(temporary.path());
         match &self.verb {
             Verb::Init(verb) => common.show("store.init", verb.run()?),
             Verb::Put(verb) => common.show("store.put", verb.run(common)?),
             Verb::Get(verb) => common.show("store.get", verb.run(common)?),
             Verb::Log(verb) => common.show("store.log", verb.run()?),
             Verb::Branch(verb) => match &verb.verb {
-                BranchVerb::List { store } => common.show("store.branch", Versions::of(open(store)?.branches().map_err(error)?)),
+                BranchVerb::List { store } => {
+                    let store = open(store)?;
+                    let heads = store.branches().map_err(error)?;
+                    common.show("store.branch", Versions::of(&store, &heads).map_err(error)?)
+                }
                 BranchVerb::Create { store, name, from } => {
-                    common.show("store.branch", Row::of(&open(store)?.create_branch(name, from).map_err(error)?))
+                    let store = open(store)?;
+                    let version = store.create_branch(name, from).map_err(error)?;
+                    common.show("store.branch", row(&store, &version).map_err(error)?)
                 }
                 BranchVerb::Delete { store, name } => {
                     let head = open(store)?.delete_branch(name).map_err(error)?;
@@ -386,7 +387,7 @@ impl Put {
         }
         let version = store.put(&self.checkpoint, &options).map_err(error)?;
         bar.finish_and_clear();
-        Ok(Row::of(&version))
+        row(&store, &version).map_err(error)
     }
 }
 
@@ -410,7 +411,7 @@ impl Get {
         }
         let report = store.get(&version.name(), &self.output, &options).map_err(error)?;
         bar.finish_and_clear();
-        Ok(Got::of(report))
+        Got::of(&store, report).map_err(error)
     }
 
     /// The tensors and rectangles that the patterns select. A tensor that matches --part has the shape of its rectangle, also if it
@@ -438,7 +439,7 @@ impl Log {
             Some(limit) => store.newest(&self.branch, limit),
             None => store.log(&self.branch),
         };
-        Ok(Versions::of(versions.map_err(error)?))
+        Versions::of(&store, &versions.map_err(error)?).map_err(error)
     }
 }
 
@@ -504,12 +505,12 @@ impl Watch {
         let store = open(&self.store)?;
         let versions = store.watch(&self.branch, self.from, Duration::from_secs(self.interval));
         for version in versions.take(self.limit.unwrap_or(usize::MAX)) {
-            let row = Row::of(&version.map_err(error)?);
+            let version = version.map_err(error)?;
             if common.json {
-                common.show("store.watch", row)?;
+                common.show("store.watch", row(&store, &version).map_err(error)?)?;
             } else {
                 let mut out = anstream::stdout().lock();
-                writeln!(out, "{}", row.version).and_then(|()| out.flush()).map_err(failure::Output)?;
+                writeln!(out, "{}", version.name()).and_then(|()| out.flush()).map_err(failure::Output)?;
             }
         }
         Ok(())

@@ -137,6 +137,7 @@ pub fn facts(usage: &Usage) -> Vec<html::Fact> {
         ("differences", text::bytes(usage.difference_bytes)),
         ("shortcuts", text::bytes(usage.shortcut_bytes)),
         ("other files", text::bytes(usage.file_bytes)),
+        ("all that is stored", text::bytes(usage.stored_bytes)),
         ("tensors of all versions", text::bytes(usage.tensor_bytes)),
     ]
 }

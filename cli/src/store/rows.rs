@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use tpde::Escaped;
-use tpde_store::{Content, GcReport, GetReport, LeftOut, PruneReport, Shortcut, Usage, VerifyReport, Version};
+use tpde_store::{Content, GcReport, GetReport, LeftOut, PruneReport, Result, Shortcut, Store, Usage, VerifyReport, Version};
 
 #[derive(Serialize)]
 pub struct Made {
@@ -46,14 +46,21 @@ pub struct Row {
     tensor_bytes: u64,
     tensors: u64,
     files: u64,
+    /// Size of the other files that the parent does not have, in bytes.
+    new_file_bytes: u64,
     /// Seconds since 1970.
     created: u64,
     state: String,
     metadata: BTreeMap<String, String>,
 }
 
+/// A version of a store, as a row.
+pub fn row(store: &Store, version: &Version) -> Result<Row> {
+    Ok(Row::of(version, store.new_file_bytes(std::slice::from_ref(version))?[0]))
+}
+
 impl Row {
-    pub fn of(version: &Version) -> Self {
+    fn of(version: &Version, new_file_bytes: u64) -> Self {
         let hint = match &version.content {
             Content::External { hint } => Some(hint.clone()),
             _ => None,
@@ -67,6 +74,7 @@ impl Row {
             tensor_bytes: version.tensor_bytes,
             tensors: version.tensors,
             files: version.files.len() as u64,
+            new_file_bytes,
             created: version.created,
             state: version.state.to_string(),
             metadata: version.metadata.clone(),
@@ -82,7 +90,10 @@ impl Row {
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.version)?;
-        let stored = format!("{} for {} of tensors", text::bytes(self.stored_bytes), text::bytes(self.tensor_bytes));
+        let mut stored = format!("{} for {} of tensors", text::bytes(self.stored_bytes), text::bytes(self.tensor_bytes));
+        if self.new_file_bytes > 0 {
+            stored = format!("{stored}, and {} of other files", text::bytes(self.new_file_bytes));
+        }
         let mut facts = vec![
             ("stored", format!("{}: {stored}", self.content)),
             ("holds", format!("{}, {}", text::counted(self.tensors, "tensor"), text::counted(self.files, "other file"))),
@@ -104,8 +115,8 @@ pub struct Got {
 }
 
 impl Got {
-    pub fn of(report: GetReport) -> Self {
-        Self { version: Row::of(&report.version), left_out: report.left_out }
+    pub fn of(store: &Store, report: GetReport) -> Result<Self> {
+        Ok(Self { version: row(store, &report.version)?, left_out: report.left_out })
     }
 }
 
@@ -119,14 +130,18 @@ impl fmt::Display for Got {
     }
 }
 
+/// Maximum number of characters of the metadata in a row.
+const MAX_METADATA: usize = 60;
+
 #[derive(Serialize)]
 pub struct Versions {
     versions: Vec<Row>,
 }
 
 impl Versions {
-    pub fn of(versions: Vec<Version>) -> Self {
-        Self { versions: versions.iter().map(Row::of).collect() }
+    pub fn of(store: &Store, versions: &[Version]) -> Result<Self> {
+        let bytes = store.new_file_bytes(versions)?;
+        Ok(Self { versions: versions.iter().zip(bytes).map(|(version, bytes)| Row::of(version, bytes)).collect() })
     }
 }
 
@@ -134,9 +149,11 @@ impl fmt::Display for Versions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let row = |row: &Row| {
             let parent = row.parent.clone().unwrap_or_default();
-            vec![row.version.clone(), row.content.into(), parent, row.metadata(), text::bytes(row.stored_bytes)]
+            let bytes = [row.stored_bytes, row.new_file_bytes].map(text::bytes);
+            [vec![row.version.clone(), row.content.into(), parent, text::begin(&row.metadata(), MAX_METADATA)], bytes.into()]
+                .concat()
         };
-        text::table(f, 4, &["version", "stored", "parent", "metadata", "bytes"], self.versions.iter().map(row))
+        text::table(f, 4, &["version", "stored", "parent", "metadata", "bytes", "other files"], self.versions.iter().map(row))
     }
 }
 

@@ -13,4 +13,5 @@ mod everywhere;
 mod order;
 mod readers;
 mod scenario;
+mod stores;
 mod trace;

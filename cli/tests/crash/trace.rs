@@ -87,7 +87,7 @@ impl Call {
 }
 
 pub fn is_temporary(path: &str) -> bool {
-    path.contains(".tpde-") && path.contains(".tmp")
+    path.contains(".tpde-") && (path.contains(".tmp") || path.contains(".dir"))
 }
 
 /// Runs a command under strace, with these injections.

@@ -78,10 +78,11 @@ fn changed(place: &Place, memory: &Arc<InMemory>, change: impl Fn(&mut Value)) -
     change(&mut manifest);
     write(memory, &name, manifest.to_string().into_bytes());
     let before =
-        tree(place.0.path()).into_iter().map(|(name, _)| name).filter(|name| !name.starts_with(".out")).collect::<Vec<_>>();
+        tree(place.0.path()).into_iter().map(|(name, _)| name).filter(|name| !name.starts_with(".tpde-get-")).collect::<Vec<_>>();
     let store = open(memory);
     let error = store.get("main", place.at("out"), &GetOptions::default()).unwrap_err();
-    let after = tree(place.0.path()).into_iter().map(|(name, _)| name).filter(|name| !name.starts_with(".out")).collect::<Vec<_>>();
+    let after =
+        tree(place.0.path()).into_iter().map(|(name, _)| name).filter(|name| !name.starts_with(".tpde-get-")).collect::<Vec<_>>();
     assert_eq!(before, after, "something was written");
     if matches!(error, Error::Manifest { .. } | Error::Schema { .. })
         && !error.to_string().contains("state")
