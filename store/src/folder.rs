@@ -156,13 +156,14 @@ impl Folder {
 
     fn listed(&self, prefix: Option<&ObjectPath>, after: Option<&ObjectPath>) -> BoxStream<'static, Result<ObjectMeta>> {
         let (folder, prefix, after) = (self.clone(), prefix.cloned(), after.cloned());
-        let walk = tokio::task::spawn_blocking(move || folder.walk(prefix.as_ref(), after.as_ref()));
+        let walk = move || folder.walk(prefix.as_ref(), after.as_ref());
         let listed = async move {
-            match walk.await {
-                Ok(Ok(found)) => stream::iter(found.into_iter().map(Ok).collect::<Vec<_>>()),
-                Ok(Err(error)) => stream::iter(vec![Err(error)]),
-                Err(source) => stream::iter(vec![Err(Error::JoinError { source })]),
-            }
+            // Threads for folders are no threads of a runtime, and may block.
+            let walked = match tokio::runtime::Handle::try_current() {
+                Ok(_) => tokio::task::spawn_blocking(walk).await.unwrap_or_else(|source| Err(Error::JoinError { source })),
+                Err(_) => walk(),
+            };
+            stream::iter(walked.map_or_else(|error| vec![Err(error)], |found| found.into_iter().map(Ok).collect()))
         };
         stream::once(listed).flatten().boxed()
     }

@@ -142,7 +142,7 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let folder = match (&options.cache, kept) {
         (Some(cache), _) => LocalFolder::at(cache)?,
         (None, Some((kept, _))) => kept,
-        (None, None) => LocalFolder::at(&staged.path().join("pairs"))?,
+        (None, None) => LocalFolder::open(staged.path())?,
     };
     let watch = options.watch.unwrap_or(NOBODY);
     let cache = Cache { remote: &prefix.remote, folder: &folder, watch };
