@@ -333,7 +333,7 @@ fn gc_removes_what_a_killed_writer_left_and_nothing_else() {
     fs::create_dir(place.at("elsewhere")).unwrap();
     fs::write(place.at("elsewhere/store.json#1"), "mine").unwrap();
     fs::File::options().write(true).open(place.at("elsewhere/store.json#1")).unwrap().set_modified(old).unwrap();
-    symlink(place.at("elsewhere"), location.join("branches/linked")).unwrap();
+    symlink(place.at("elsewhere"), location.join("objects/linked")).unwrap();
     assert_eq!(store.gc().unwrap().removed, 3);
     assert!(dead.iter().all(|name| !location.join(name).exists()));
     assert!(others.iter().all(|name| location.join(name).exists()));
