@@ -63,7 +63,8 @@ fn parts_of_tensors_are_read_and_no_more() {
             }
             counted.bytes_read.load(SeqCst)
         });
-        assert!(read[1] * 3 < read[0], "{read:?} bytes");
+        // A third, and the manifests.
+        assert!(read[1] * 29 < read[0] * 10, "{read:?} bytes");
 
         // The same as a file, with as few bytes.
         let counted = Faulty::new(&memory, Fault::None);
