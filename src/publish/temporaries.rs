@@ -1,7 +1,7 @@
 //! Creates temporary files and folders, and removes them.
 
 use super::courtesy::is_refused;
-use super::folder::{folder_of, sync_folder};
+use super::folder::{Folder, folder_of};
 use crate::error::{Error, Result};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
@@ -229,7 +229,7 @@ impl TemporaryFolder {
         let held = hold_signals();
         rename_new(&self.path().join(name), to).map_err(|e| Error::io("create", to, e))?;
         drop(held);
-        sync_folder(&folder_of(to))
+        Folder::open(&folder_of(to))?.sync()
     }
 }
 
