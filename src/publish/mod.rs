@@ -28,7 +28,7 @@ use courtesy::{is_refused, or_warn};
 use folder::{Folder, folder_of};
 use lock::{FolderLock, LOCK_TIMEOUT};
 use rustix::fs::FlockOperation;
-use staged::{OpenFiles, Staged};
+use staged::{OpenFiles, Staged, sync_many};
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -123,7 +123,7 @@ impl Publication {
         let create = if i < OpenFiles::MAX { Staged::create } else { Staged::create_named };
         let (staged, file) = create(&self.folder, initial).map_err(error)?;
         if matches!(staged, Staged::Named(_)) {
-            self.open.insert(i, file.clone()).map_err(error)?;
+            self.open.add(i, file.clone()).map_err(error)?;
         }
         self.files.push(Output { staged, path: path.to_owned(), mode });
         Ok(file)
@@ -178,6 +178,9 @@ impl Publication {
     /// # Errors
     /// The errors of [`Publication::commit`] and of `stale`.
     pub fn commit_after(mut self, progress: Progress<'_>, stale: &dyn Fn() -> Result<Vec<PathBuf>>) -> Result<()> {
+        if self.files.len() > OpenFiles::MAX {
+            sync_many(&*self.file(0)?);
+        }
         for (i, Output { path, mode, .. }) in self.files.iter().enumerate() {
             progress.done(0)?;
             let file = self.file(i)?;

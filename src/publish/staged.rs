@@ -1,6 +1,6 @@
 //! Files that get their final names only after they are written.
 
-use super::courtesy::{is_refused, or_warn};
+use super::courtesy::{is_refused, or_warn, was_refused};
 use super::folder::folder_of;
 use super::temporaries::Temporary;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
@@ -55,24 +55,44 @@ impl Staged {
 
 /// A cache of open descriptors of staged files with temporary names.
 #[derive(Debug, Default)]
-pub(super) struct OpenFiles(Mutex<VecDeque<(usize, Arc<File>)>>);
+pub(super) struct OpenFiles(Mutex<VecDeque<Opened>>);
+
+#[derive(Debug)]
+struct Opened {
+    /// Index of the file.
+    i: usize,
+    file: Arc<File>,
+    /// Whether the file was handed out, so that it may have been written.
+    is_used: bool,
+}
 
 impl OpenFiles {
     /// Maximum number of open files with temporary names per publication. The first `MAX` files may be unnamed and stay open too.
     pub const MAX: usize = 64;
 
-    /// Adds file `i`. If there are too many files, syncs and closes the least recently used one. It is synced first, because
-    /// closing a file can lose a write error. The lock is not held during the sync, so another thread may reopen the file before
-    /// it ends.
-    pub fn insert(&self, i: usize, file: Arc<File>) -> io::Result<()> {
-        self.push(i, file).map_or(Ok(()), |closed| closed.sync_all())
+    /// Adds a new, empty file.
+    pub fn add(&self, i: usize, file: Arc<File>) -> io::Result<()> {
+        self.insert(Opened { i, file, is_used: false })
     }
 
-    /// Adds file `i`. Returns the file to close, if any.
-    fn push(&self, i: usize, file: Arc<File>) -> Option<Arc<File>> {
+    /// Adds a file. If there are too many, closes the half of them that was used least recently. Files that may have been written are
+    /// synced first, because closing a file can lose a write error. The lock is not held during the sync, so another thread may
+    /// reopen a file before it ends.
+    fn insert(&self, opened: Opened) -> io::Result<()> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        open.push_back((i, file));
-        if open.len() > Self::MAX { open.pop_front().map(|(_, file)| file) } else { None }
+        open.push_back(opened);
+        if open.len() <= Self::MAX {
+            return Ok(());
+        }
+        let closed: Vec<_> = open.drain(..Self::MAX / 2).filter(|closed| closed.is_used).collect();
+        drop(open);
+        if let Some(first) = closed.first() {
+            sync_many(&first.file);
+        }
+        closed.iter().try_for_each(|closed| match closed.file.sync_all() {
+            Err(error) if was_refused(&error) => Ok(()), // logged when the file is published
+            outcome => outcome,
+        })
     }
 
     /// File `i`, opened if necessary. `staged` is the same file.
@@ -82,18 +102,25 @@ impl OpenFiles {
             Staged::Named(temporary) => temporary,
         };
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = open.iter().position(|(open, _)| *open == i)
-            && let Some(entry) = open.remove(at)
+        if let Some(at) = open.iter().position(|open| open.i == i)
+            && let Some(mut entry) = open.remove(at)
         {
-            let file = entry.1.clone();
+            let file = entry.file.clone();
+            entry.is_used = true;
             open.push_back(entry);
             return Ok(file);
         }
         drop(open);
         let file = Arc::new(File::options().write(true).open(temporary.path())?);
-        self.insert(i, file.clone())?;
+        self.insert(Opened { i, file: file.clone(), is_used: true })?;
         Ok(file)
     }
+}
+
+/// Syncs the whole file system of `file`. A sync of each of many files costs a commit of the journal; after this one, they cost
+/// almost nothing. They are what finds errors, so a failure here is ignored.
+pub(super) fn sync_many(file: &File) {
+    let _ = rustix::fs::syncfs(file);
 }
 
 /// A path to an open file, in `/proc`. Unlike `AT_EMPTY_PATH`, using it needs no privilege.
