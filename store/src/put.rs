@@ -376,6 +376,15 @@ pub(crate) fn upload_pair(prefix: &Prefix, id: UploadId, encode: Encode<'_>) -> 
     let upload = Upload::new(prefix, id, &known);
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
+    if let [first, ..] = &streamed.report.unused[..] {
+        tracing::warn!(
+            "tensors whose base is not used as it was meant: {}, such as {} (base {}: {})",
+            streamed.report.unused.len(),
+            Escaped(&first.tensor),
+            Escaped(&first.base),
+            Escaped(&first.reason)
+        );
+    }
     let blob: Stored = streamed.blob.finish(&streamed.header)?;
     let index = Upload::new(prefix, id, &known).all(&streamed.index.as_bytes())?;
     let digest = Digest(*streamed.index.pair_digest());

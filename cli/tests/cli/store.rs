@@ -214,3 +214,16 @@ fn a_report_shows_sizes_and_changes() {
     let text = place.ok("store report st").out;
     assert_eq!(text.lines().count(), 5, "{text}");
 }
+
+#[test]
+fn put_says_that_a_base_is_not_used() {
+    let place = Place::new();
+    write_file(&place.path("base.safetensors"), &[tensor("w", "F8_E4M3", &[64, 64], 1), tensor("w_scale_inv", "BF16", &[1, 1], 2)]);
+    write_file(&place.path("target.safetensors"), &[tensor("w", "BF16", &[64, 64], 3)]);
+    place.ok("store init st");
+    place.ok("store put st base.safetensors");
+    let run = place.ok("store put st target.safetensors");
+    assert!(run.err.contains("not used as it was meant: 1, such as w "), "{}", run.err);
+    place.ok("store get st main@1 -o back.safetensors");
+    place.assert_same("back.safetensors", "target.safetensors");
+}
