@@ -310,7 +310,9 @@ def test_older_weights_that_loaders_prefer(made: Made, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         weight_map = {tensor: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, tensor in enumerate(tensors)}
         for shard in sorted(set(weight_map.values())):
-            write_safetensors(tmp_path / name / shard, {tensor: raw for tensor, raw in tensors.items() if weight_map[tensor] == shard})
+            write_safetensors(
+                tmp_path / name / shard, {tensor: raw for tensor, raw in tensors.items() if weight_map[tensor] == shard}
+            )
         (tmp_path / name / index).write_text(json.dumps({"weight_map": weight_map}))
     tpde.encode(tmp_path / "target", tmp_path / "shards", base=tmp_path / "base")
     served = tmp_path / "served"
