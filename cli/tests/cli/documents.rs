@@ -118,6 +118,9 @@ fn place() -> Place {
     let target: Vec<_> = base.iter().map(|tensor| tuned(tensor, 50)).collect();
     write_file(&place.path("base.safetensors"), &base);
     write_file(&place.path("finetune.safetensors"), &target);
+    for name in ["base.safetensors", "finetune.safetensors"] {
+        place.edit(name, |bytes| *bytes = with_long_header(std::mem::take(bytes)));
+    }
     place.ok("encode base.safetensors finetune.safetensors -o rl20 --codec conditioned");
     let mut version = base.to_vec();
     write_file(&place.path("before.safetensors"), &version);

@@ -9,7 +9,7 @@ use super::stand_in;
 use crate::derived::BaseForm;
 use crate::encode::Favor;
 use crate::lane::Dtype;
-use crate::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, FormatVersion, Rectangle, Rule};
+use crate::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, FormatVersion, Rectangle};
 
 /// The tensors that are given, of whose lanes one in `rarity` changes.
 fn tensors_of(all: impl IntoIterator<Item = Given>, rarity: usize) -> Tensors {
@@ -195,35 +195,23 @@ fn known_digests_are_those_of_stored_bases() {
     compare(&expected, &found, "with a known digest");
 }
 
-/// Scales that are missing or have another shape, and a format without derived bases: the errors of the processor, and no files.
+/// Scales that are missing or do not fit, and a format without derived bases: the tensors have no base, as on the processor.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn errors_are_those_of_the_processor() {
-    let random = &mut Random(3);
-    let folder = tempfile::tempdir().unwrap();
+fn bases_that_do_not_fit_are_not_used() {
     let options = || EncodeOptions::default().codec(Codec::Conditioned);
     let fp8 = || quantised(&mut Random(3), BaseForm::Fp8Blocks, Dtype::Bf16, &[130, 8]);
-    let mxfp4 = || quantised(&mut Random(3), BaseForm::Mxfp4, Dtype::Bf16, &[2, 64]);
-    let mut cases = Vec::new();
     let mut other_scales = fp8();
     other_scales.base[1].0.shape = vec![1, 2];
     let mut other_dtype = fp8();
     other_dtype.base[1].0.dtype = Dtype::I32;
-    let mut missing = mxfp4();
+    let mut missing = quantised(&mut Random(3), BaseForm::Mxfp4, Dtype::Bf16, &[2, 64]);
     missing.base.truncate(1);
-    cases.extend([other_scales, other_dtype, missing].map(|given| (given, options(), Some(Rule::BaseTensor))));
-    let old = options().format(FormatVersion::V1_2);
-    cases.push((cast(random, Dtype::F32, Dtype::Bf16, &[9]), old, None));
-    for (given, options, rule) in cases {
-        let tensors = tensors_of([given], 7);
-        let (base, target) = (memory(&tensors.base), memory(&tensors.target));
-        let expected = crate::Encode::new(&target).base(&base).options(options.clone()).to_memory().unwrap_err();
-        let device = super::device();
-        let [base, target] = [&base, &target].map(|checkpoint| DeviceCheckpoint::upload(device, checkpoint).unwrap());
-        let error = Encode::new(&target).base(&base).options(options).to_path(folder.path().join("pair")).unwrap_err();
-        assert_eq!((error.to_string(), error.rule()), (expected.to_string(), rule));
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    for (given, what) in [(other_scales, "scales of another shape"), (other_dtype, "of another dtype"), (missing, "no scales")] {
+        tensors_of([given], 7).check(&options(), Limits::default(), what);
     }
+    let other = cast(&mut Random(3), Dtype::F32, Dtype::Bf16, &[9]);
+    tensors_of([other], 7).check(&options().format(FormatVersion::V1_2), Limits::default(), "an earlier format");
     // Without its scales, a tensor of FP8 is cast.
     let mut unscaled = fp8();
     unscaled.base.truncate(1);
