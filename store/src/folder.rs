@@ -7,7 +7,7 @@ use futures_util::stream::{self, BoxStream};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as ObjectPath;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use std::fmt;
@@ -184,6 +184,13 @@ fn failed(path: &Path, source: io::Error) -> Error {
     Error::Generic { store: "LocalFileSystem", source }
 }
 
+/// Whether files can be created in a folder, but no second name of one.
+fn lacks_hard_links(folder: &Path) -> bool {
+    let Ok(place) = tpde::TemporaryFolder::create_in(folder) else { return false };
+    let [file, link] = ["file", "link"].map(|name| place.path().join(name));
+    std::fs::write(&file, "").is_ok() && std::fs::hard_link(&file, &link).is_err()
+}
+
 fn unexpected(path: &Path, found: FileType) -> Error {
     let found = match found.is_symlink() {
         true => "a link",
@@ -200,7 +207,14 @@ impl ObjectStore for Folder {
             self.check()?;
         }
         self.check_parents(location)?;
-        self.inner.put_opts(location, payload, options).await
+        let must_be_new = options.mode == PutMode::Create;
+        match self.inner.put_opts(location, payload, options).await {
+            Err(Error::Generic { .. }) if must_be_new && lacks_hard_links(&self.root) => {
+                let reason = "its file system has no hard links, with which a store creates a file only if it is new";
+                Err(Error::NotSupported { source: format!("{}: {reason}", self.root.display()).into() })
+            }
+            outcome => outcome,
+        }
     }
 
     async fn put_multipart_opts(&self, location: &ObjectPath, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {

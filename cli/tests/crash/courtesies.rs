@@ -86,3 +86,16 @@ fn a_refused_sync_is_logged_once_per_file() {
     let lines: Vec<_> = stderr.lines().filter(|line| line.contains("WARN")).collect();
     assert_eq!(lines.iter().filter(|line| line.contains("names in this folder")).count(), 1, "{stderr}");
 }
+
+/// Hard links are no courtesy to a store, which says so.
+#[test]
+fn a_store_names_the_hard_links_that_it_lacks() {
+    if !can_trace() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (output, _) = traced(folder.path(), "store init st", &["link,linkat:error=EPERM".into()]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(3) && stderr.contains("its file system has no hard links"), "{stderr}");
+    assert!(!folder.path().join("st/store.json").exists());
+}
