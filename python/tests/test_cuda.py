@@ -373,7 +373,7 @@ class TestMemory:
     @pytest.mark.parametrize("mode", MODES)
     def test_no_more_than_the_compressed_bytes(self, mode: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
-        base = {f"w{i}": (torch.randn(2048, 4096) * 0.02).to(torch.bfloat16) for i in range(24)}  # 384 MiB
+        base = {f"w{i}": (torch.randn(2048, 4096) * 0.02).to(torch.bfloat16) for i in range(48)}  # 768 MiB
         target = {name: tensor.clone() for name, tensor in base.items()}
         for tensor in target.values():
             tensor.view(torch.int16).add_((torch.rand(tensor.shape) < 0.3).to(torch.int16))
@@ -400,8 +400,8 @@ class TestMemory:
             done.set()
             watcher.join()
         least[0] = min(least[0], torch.cuda.mem_get_info()[0])  # PyTorch does not return memory to the driver
-        # All checked, targets are rebuilt in 128 MiB, and hashed there.
-        allowed = report.stored_bytes + (192 if mode == "all_checked" else 64) * MIB
+        # All checked, targets are rebuilt in two batches of 256 MiB, and hashed there.
+        allowed = report.stored_bytes + (576 if mode == "all_checked" else 64) * MIB
         print(f"{mode}: {(free - least[0]) / MIB:.0f} MiB more, {report.stored_bytes / MIB:.0f} compressed")
         assert free - least[0] <= allowed
         assert torch.cuda.max_memory_allocated() - held <= allowed
