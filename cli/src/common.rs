@@ -50,7 +50,9 @@ impl Common {
         if self.quiet && !self.json {
             return Ok(());
         }
-        let mut out = BufWriter::with_capacity(1 << 16, anstream::stdout().lock());
+        // JSON has no escape sequences, and looking for them takes longer than printing.
+        let to: Box<dyn Write> = if self.json { Box::new(std::io::stdout().lock()) } else { Box::new(anstream::stdout().lock()) };
+        let mut out = BufWriter::with_capacity(1 << 16, to);
         let written = if self.json { text::json(&mut out, &format!("tpde.{verb}/1"), &report) } else { write!(out, "{report}") };
         Ok(written.and_then(|()| out.flush()).map_err(failure::Output)?)
     }
