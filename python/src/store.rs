@@ -46,8 +46,8 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             with.set_item("object", object)?;
             "BadManifest"
         }
-        Error::Damaged { digest, expected, found } => {
-            with.set_item("object", digest.to_string())?;
+        Error::Damaged { object, expected, found } => {
+            with.set_item("object", object)?;
             with.set_item("expected", expected)?;
             with.set_item("found", found)?;
             "DamagedObject"

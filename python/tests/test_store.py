@@ -275,7 +275,7 @@ def test_errors_are_typed(store: tpde.store.Store, tmp_path: Path, made: Made) -
     objects[-1].write_bytes(objects[-1].read_bytes()[:-1])
     with pytest.raises(tpde.DamagedObject) as damaged:
         store.get("main", tmp_path / "out")
-    assert damaged.value.object == objects[-1].name and not (tmp_path / "out").exists()
+    assert damaged.value.object == f"objects/{objects[-1].name}" and not (tmp_path / "out").exists()
     assert list(store.verify().faults) == ["main@0"]
     manifest = tmp_path / "store" / "branches" / "main" / "0000000000.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": "tpde.store.version/9"}))
@@ -344,7 +344,7 @@ def test_ctrl_c_ends_a_call_that_waits(call: str, store: tpde.store.Store, silen
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.5)
         if process.poll() is not None:
-            assert "S3" in process.communicate()[1] or "feature" in call
+            assert "--features aws" in process.communicate()[1]
             pytest.skip("this build has no S3")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -352,8 +352,8 @@ class BadManifest(TpdeError, ValueError):
 
 
 class DamagedObject(TpdeError, ValueError):
-    """An object of a store is missing or has other bytes than its name and its manifest state. Attributes: ``object``, the digest that
-    names it, ``expected`` and ``found``."""
+    """An object of a store is missing or has other bytes than its name and its manifest state. Attributes: ``object``, its
+    name, ``expected`` and ``found``."""
 
     object: str
     expected: str

@@ -28,7 +28,7 @@ pub(crate) fn check_segment(segment: &Segment, bytes: Vec<u8>) -> Result<Vec<u8>
     let digest = Digest::of(&bytes);
     if digest != segment.digest {
         let expected = format!("{} bytes that hash to its name", segment.bytes);
-        return Err(Error::Damaged { digest: segment.digest, expected, found: format!("bytes that hash to {digest}") });
+        return Err(Error::Damaged { object: segment.object(), expected, found: format!("bytes that hash to {digest}") });
     }
     Ok(bytes)
 }

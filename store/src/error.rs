@@ -1,6 +1,5 @@
 //! Errors of stores.
 
-use crate::digest::Digest;
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -72,10 +71,10 @@ pub enum Error {
         reason: String,
     },
     /// An object is missing or has other bytes than its name and its manifest state.
-    #[error("object {digest}: expected {expected}, found {found}")]
+    #[error("{object}: expected {expected}, found {found}")]
     Damaged {
-        /// The BLAKE3 digest that names the object.
-        digest: Digest,
+        /// Name of the object.
+        object: String,
         /// What the manifest states.
         expected: String,
         /// What the store has.

@@ -400,7 +400,7 @@ impl Remote {
             };
             let expected = format!("{} bytes that hash to its name", segment.bytes);
             let found = repeated("read", &name, read).await?;
-            Ok(found.map_err(|found| Error::Damaged { digest: segment.digest, expected, found }))
+            Ok(found.map_err(|found| Error::Damaged { object: name, expected, found }))
         })
     }
 
