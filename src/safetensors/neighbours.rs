@@ -3,6 +3,7 @@
 use crate::error::{Error, Escaped, Result};
 use crate::publish::{Barrier, Publication, check_free};
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The extension of shard indexes.
@@ -115,7 +116,7 @@ impl Neighbours {
     /// read together with the outputs; [`Error::Io`].
     pub fn stale(&self) -> Result<Vec<PathBuf>> {
         let entries = match self.folder.read_dir() {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Vec::new()),
             outcome => outcome.map_err(|e| Error::io("list", &self.folder, e))?,
         };
         let barrier = self.barrier_name();
