@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._errors import InvalidArgument
+from ._paths import check_name
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 #: Dicts of a module whose entries are its attributes.
@@ -58,7 +59,7 @@ def parameters_of(owner: Any) -> dict[str, torch.Tensor]:
             is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
             if not is_dense or torch.nn.parameter.is_lazy(tensor):
                 raise InvalidArgument(f"parameter {name!r} is a {type(tensor).__name__}: expected a dense PyTorch tensor")
-        return {name: memory_of(tensor) for name, tensor in owner.items()}
+        return {check_name(name): memory_of(tensor) for name, tensor in owner.items()}
     if not hasattr(owner, "named_modules"):
         raise InvalidArgument(f"parameters is a {type(owner).__name__}: expected a dict of tensors or a module")
     found: dict[str, torch.Tensor] = {}

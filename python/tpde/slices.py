@@ -491,9 +491,9 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
         WrongBase: The weights are not the base.
         UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument: As for :func:`tpde.torch.apply_slices_`.
     """
-    _require_pieces(weights, kept)
     check_needed(weights=weights)
     check_kinds(kept=kept)
+    _require_pieces(weights, kept)
     inspection = inspect(pair, expect=expect)
     names = {one.name for one in inspection.tensors}
     first, _ = _map.without_copies(weights.slices(without=kept.modules if kept is not None else ()))
