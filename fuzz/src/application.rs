@@ -128,7 +128,8 @@ fn check_part(apply: &Apply<'_, Vec<u8>>, part: &Tensor<'_>, bytes: &[u8]) {
 /// Asserts that an error is about the pair or its base, not about the caller's arguments.
 fn check_error<T>(outcome: &Result<T>) {
     if let Err(error) = outcome {
-        let of_pair = matches!(error, Error::Invalid(_) | Error::WrongBase { .. } | Error::AlreadyApplied { .. } | Error::Poisoned { .. });
+        let of_pair =
+            matches!(error, Error::Invalid(_) | Error::WrongBase { .. } | Error::AlreadyApplied { .. } | Error::Poisoned { .. });
         assert!(of_pair, "{error}");
     }
 }
