@@ -14,7 +14,7 @@ use tpde::{
 };
 
 /// Result of reading a vector: its bytes, or an error and the step that reported it.
-type Outcome = std::result::Result<Decoded, (&'static str, Error)>;
+type Outcome = std::result::Result<Decoded, (&'static str, Box<Error>)>;
 
 struct Decoded {
     tensors: BTreeMap<String, String>,
@@ -26,9 +26,10 @@ fn hash(bytes: &[u8]) -> String {
 }
 
 fn read(vector: &Vector) -> Outcome {
-    let index = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).map_err(|e| ("open_index", e))?;
-    let pair = Pair::new(index, manifest::read(&vector.blob)).map_err(|e| ("open_blob", e))?;
-    let later = |e| ("decode", e);
+    let index =
+        ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).map_err(|e| ("open_index", Box::new(e)))?;
+    let pair = Pair::new(index, manifest::read(&vector.blob)).map_err(|e| ("open_blob", Box::new(e)))?;
+    let later = |e| ("decode", Box::new(e));
     pair.verify().map_err(later)?;
     let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(folder().join(base))).transpose().map_err(later)?;
     let tensors = decode(&pair, base.as_ref()).map_err(later)?;
@@ -37,7 +38,7 @@ fn read(vector: &Vector) -> Outcome {
     let mut files = BTreeMap::new();
     if pair.index().files().len() > 0 {
         let apply = base.iter().fold(Apply::new(&pair), |apply, base| apply.base(base));
-        apply.to_path(&path).map_err(|e| ("apply", e))?;
+        apply.to_path(&path).map_err(|e| ("apply", Box::new(e)))?;
         for file in pair.index().files() {
             let path = if file.name.is_empty() { path.clone() } else { path.join(file.name) };
             files.insert(file.name.to_owned(), hash(&std::fs::read(path).unwrap()));
@@ -191,7 +192,7 @@ fn invalid_vectors_are_refused_with_the_rule_that_they_break() {
         let named = |tensor: Option<&String>, chunk: Option<u32>| {
             (vector.tensor.is_none() || tensor == vector.tensor.as_ref()) && (vector.chunk.is_none() || chunk == vector.chunk)
         };
-        let right = match &error {
+        let right = match &*error {
             Error::WrongBase { tensor, chunk, rule, .. } => {
                 let is_base = expected.0 == Some("wrong_base") || expected.1 == Some("tensor.base_digest");
                 is_base && expected.1 == Some(rule.id()) && named(Some(tensor), *chunk)

@@ -14,8 +14,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tpde::{
-    BaseKind, Checkpoint, EncodeOptions, EncodeReport, Error, Escaped, FileSource, FormatVersion, PairPaths, Result,
-    SafetensorsCheckpoint, Split, TensorReport, UnusedBase, UnusedCause,
+    BaseKind, EncodeOptions, EncodeReport, Error, Escaped, FileSource, FormatVersion, PairPaths, Result, SafetensorsCheckpoint,
+    Split, TensorReport, UnusedBase, UnusedCause,
 };
 
 /// Maximum size of a rename map in bytes.
@@ -196,6 +196,7 @@ impl Encode {
         options: EncodeOptions,
         common: &Common,
     ) -> Result<Written> {
+        use tpde::Checkpoint;
         use tpde::cuda::{self, DeviceCheckpoint};
         cuda::Encode::check_options(&options)?;
         let base = base.map(|base| base as &dyn Checkpoint);

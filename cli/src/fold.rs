@@ -7,7 +7,7 @@ use super::inputs::{ChainArgs, OpenedChain, jobs};
 use super::text;
 use anyhow::Context;
 use clap::Args;
-use tpde::{Chain, Checkpoint, Encode, FileSource, Result};
+use tpde::{Chain, Encode, FileSource, Result};
 
 /// Make one pair of a chain of pairs
 ///
@@ -66,6 +66,7 @@ impl Fold {
         opened: &OpenedChain,
         common: &Common,
     ) -> Result<Written> {
+        use tpde::Checkpoint;
         use tpde::cuda::{self, DeviceCheckpoint, Rebuild};
         let options = self.made.options();
         cuda::Encode::check_fold(chain, &options, &self.made.output, self.made.force)?;

@@ -193,6 +193,7 @@ fn cut(text: &str, room: usize) -> String {
 }
 
 /// The beginning of `text`, of at most `room` characters.
+#[cfg(feature = "store")]
 pub fn begin(text: &str, room: usize) -> String {
     match text.chars().count() {
         count if count <= room => text.to_owned(),

@@ -218,13 +218,13 @@ pub(super) fn unused_bases(
 ) -> Vec<UnusedBase> {
     let unused = |info: &TensorInfo| {
         let candidates = find_base(base, options.base_name(&info.name), info, options);
-        let without_base = || index.entries(&info.name).into_iter().filter(|entry| entry.base_kind == BaseKind::None);
+        let without_base = || index.entries(&info.name).filter(|entry| entry.base_kind == BaseKind::None);
         let (Some(found), None) = (candidates.found, &candidates.unused) else { return candidates.unused };
         let refused = |derivation: Derivation| {
             without_base().find_map(|entry| formed(base, found.base, derivation, info, &entry.rectangle()).err())
         };
         let is_larger = || {
-            let entries = index.entries(&info.name).into_iter();
+            let entries = index.entries(&info.name);
             let is_coded = |entry: Tensor<'_>| entry.chunks().any(|chunk| index.records()[chunk as usize].num_deltas.get() > 0);
             without_base().count() == entries.count() && without_base().any(is_coded)
         };

@@ -24,7 +24,7 @@ impl OutputFile {
     /// - [`Error::Io`] if `path` exists and may not be replaced, or is not a regular file; if the folder is missing or not writable.
     pub fn create(path: impl AsRef<Path>, inputs: &[PathBuf], overwrite: bool) -> Result<Self> {
         let path = path.as_ref().to_owned();
-        check_apart(&[path.clone()], inputs)?;
+        check_apart(std::slice::from_ref(&path), inputs)?;
         let mut publication = Publication::files(&path, overwrite);
         let file = publication.add(&path)?;
         Ok(Self { path, publication, file })

@@ -100,7 +100,7 @@ fn ends_everywhere(command: &str, signal: &str) {
                 fs::File::options().write(true).open(left).unwrap().set_modified(old).unwrap();
             }
             assert!(tpde(place, "store gc st").status.success());
-            assert_eq!(remains(&place.join("st")), [PathBuf::new(); 0], "{context}");
+            assert!(remains(&place.join("st")).is_empty(), "{context}: {:?}", remains(&place.join("st")));
             assert!(tpde_in(place, "store verify st --rebuild").status.success(), "{context}");
         }
     }

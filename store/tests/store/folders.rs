@@ -82,7 +82,8 @@ fn gc_removes_nothing_behind_links_and_nothing_with_another_name() {
 
 #[test]
 fn special_files_and_links_in_a_store_are_errors_and_no_call_waits_for_them() {
-    let calls: [(&str, fn(&Place) -> Result<()>); 6] = [
+    type Call = fn(&Place) -> Result<()>;
+    let calls: [(&str, Call); 6] = [
         ("log", |place| at_or(place)?.log("main").map(drop)),
         ("get", |place| at_or(place)?.get("main", place.at("out"), &GetOptions::default()).map(drop)),
         ("put", |place| at_or(place)?.put(place.file(&Weights::new(5)), &PutOptions::default()).map(drop)),
