@@ -76,8 +76,7 @@ impl OpenFiles {
     }
 
     /// Adds a file. If there are too many, closes the half of them that was used least recently. Files that may have been written are
-    /// synced first, because closing a file can lose a write error. The lock is not held during the sync, so another thread may
-    /// reopen a file before it ends.
+    /// synced first, because closing a file can lose a write error. Other threads wait, so that they open no further files meanwhile.
     fn insert(&self, opened: Opened) -> io::Result<()> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         open.push_back(opened);
@@ -85,7 +84,6 @@ impl OpenFiles {
             return Ok(());
         }
         let closed: Vec<_> = open.drain(..Self::MAX / 2).filter(|closed| closed.is_used).collect();
-        drop(open);
         if let Some(first) = closed.first() {
             sync_many(&first.file);
         }
