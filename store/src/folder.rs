@@ -79,7 +79,7 @@ impl Folder {
                 if location.as_ref() != STORE {
                     self.check()?;
                 }
-                Err(Error::NotFound { path: location.to_string(), source: "there is no regular file of this name".into() })
+                Err(gone(location))
             }
         }
     }
@@ -179,6 +179,10 @@ fn meta(location: ObjectPath, found: &Metadata) -> Result<ObjectMeta> {
     Ok(ObjectMeta { location, last_modified: modified.into(), size: found.len(), e_tag, version: None })
 }
 
+fn gone(location: &ObjectPath) -> Error {
+    Error::NotFound { path: location.to_string(), source: "there is no regular file of this name".into() }
+}
+
 fn failed(path: &Path, source: io::Error) -> Error {
     let source = format!("{}: {source}", path.display()).into();
     Error::Generic { store: "LocalFileSystem", source }
@@ -208,7 +212,15 @@ impl ObjectStore for Folder {
         }
         self.check_parents(location)?;
         let must_be_new = options.mode == PutMode::Create;
-        match self.inner.put_opts(location, payload, options).await {
+        let outcome = self.inner.put_opts(location, payload, options).await;
+        if location.as_ref() != STORE
+            && let Err(vanished) = self.check()
+        {
+            // It may have been written to what is left where the store was.
+            let _ = self.inner.delete(location).await;
+            return Err(vanished);
+        }
+        match outcome {
             Err(Error::Generic { .. }) if must_be_new && lacks_hard_links(&self.root) => {
                 let reason = "its file system has no hard links, with which a store creates a file only if it is new";
                 Err(Error::NotSupported { source: format!("{}: {reason}", self.root.display()).into() })
@@ -223,7 +235,11 @@ impl ObjectStore for Folder {
 
     async fn get_opts(&self, location: &ObjectPath, options: GetOptions) -> Result<GetResult> {
         self.found(location)?;
-        self.inner.get_opts(location, options).await
+        match self.inner.get_opts(location, options).await {
+            // It was deleted or moved since, or the whole store was.
+            Err(Error::NotFound { .. }) => Err(self.found(location).err().unwrap_or_else(|| gone(location))),
+            outcome => outcome,
+        }
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, Result<ObjectPath>>) -> BoxStream<'static, Result<ObjectPath>> {

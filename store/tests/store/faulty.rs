@@ -5,6 +5,7 @@ use futures_util::stream::BoxStream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::*;
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -17,7 +18,7 @@ pub enum Fault {
     DeadFrom(u64),
     /// This request is executed, and its answer gets lost. Nothing after it reaches the store.
     LostAt(u64),
-    /// Every third request fails once, before or after it is executed.
+    /// Every third request fails, before or after it is executed, but only one of each object.
     Flaky,
     /// This request takes more than a second.
     SlowAt(u64),
@@ -31,6 +32,8 @@ pub struct Faulty {
     /// Of [`bytes_read`](Self#structfield.bytes_read) and of the requests, those of objects that digests name.
     pub object_bytes: AtomicU64,
     pub objects_read: AtomicU64,
+    /// Objects of which a request failed, if they are [`Fault::Flaky`].
+    pub failed: Mutex<HashSet<Path>>,
     /// Number of manifests that lists lack: the newest ones.
     pub hidden: u64,
     /// Seconds by which all objects, but not the clock, are older than they are.
@@ -65,7 +68,7 @@ impl Faulty {
 
     pub fn with(inner: &Arc<InMemory>, fault: Fault, hidden: u64, aged: i64) -> Arc<Self> {
         let (requests, bytes_read, object_bytes, objects_read) = Default::default();
-        let (has_young_leases, before_manifest, is_overwriting) = Default::default();
+        let (has_young_leases, before_manifest, is_overwriting, failed) = Default::default();
         Arc::new(Self {
             inner: inner.clone(),
             fault,
@@ -73,6 +76,7 @@ impl Faulty {
             bytes_read,
             object_bytes,
             objects_read,
+            failed,
             hidden,
             aged: aged.into(),
             has_young_leases,
@@ -82,7 +86,7 @@ impl Faulty {
     }
 
     /// Errors before and after a request.
-    async fn request(&self) -> (Result<()>, Result<()>) {
+    async fn request(&self, location: &Path) -> (Result<()>, Result<()>) {
         let number = self.requests.fetch_add(1, SeqCst);
         let dead = || Err(Error::PermissionDenied { path: "any".into(), source: "the process is dead".into() });
         let flaky = || Err(Error::Generic { store: "Faulty", source: "503 Slow Down".into() });
@@ -94,8 +98,10 @@ impl Faulty {
                 tokio::time::sleep(Duration::from_millis(1100)).await;
                 (Ok(()), Ok(()))
             }
-            Fault::Flaky if number % 6 == 2 => (flaky(), Ok(())),
-            Fault::Flaky if number % 6 == 5 => {
+            Fault::Flaky if number % 3 == 2 && self.failed.lock().unwrap().insert(location.clone()) => {
+                if number % 6 == 2 {
+                    return (flaky(), Ok(()));
+                }
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 (Ok(()), flaky())
             }
@@ -116,7 +122,7 @@ impl ObjectStore for Faulty {
         if self.is_overwriting.load(SeqCst) {
             options.mode = PutMode::Overwrite;
         }
-        let (before, after) = self.request().await;
+        let (before, after) = self.request(location).await;
         before?;
         let result = self.inner.put_opts(location, payload, options).await;
         after?;
@@ -128,7 +134,7 @@ impl ObjectStore for Faulty {
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
-        let (before, after) = self.request().await;
+        let (before, after) = self.request(location).await;
         before?;
         let result = self.inner.get_opts(location, options).await;
         after?;
