@@ -85,6 +85,29 @@ fn inspect_takes_no_more_memory_than_its_help_says() {
 }
 
 #[test]
+fn a_store_without_memory_gives_errors_and_keeps_what_it_has() {
+    let place = Place::with_pair();
+    place.ok("store init versions");
+    place.ok("store put versions base.safetensors");
+    let mut succeeded = 0;
+    for megabytes in (80..=560).step_by(40) {
+        let (put, _) = within(&place, megabytes, "store put --memory 96 versions target.safetensors");
+        let (get, _) = within(&place, megabytes, &format!("store get --memory 96 versions main@0 -o {megabytes}.safetensors"));
+        for run in [&put, &get] {
+            let is_refused = run.code == SYSTEM && run.err.contains("out of memory");
+            assert!(run.code == 0 || is_refused, "{megabytes} MB: {} {}", run.code, run.err);
+        }
+        succeeded += u64::from(put.code == 0);
+        if get.code == 0 {
+            place.assert_same(&format!("{megabytes}.safetensors"), "base.safetensors");
+        }
+    }
+    assert!((1..13).contains(&succeeded), "{succeeded} versions");
+    assert_eq!(place.json("store verify versions")["versions"], succeeded + 1);
+    place.fails("store gc --memory much versions", USAGE, "much");
+}
+
+#[test]
 fn large_files_that_are_no_index_are_refused_before_they_are_read() {
     let place = Place::with_pair();
     let enlarge = |name: &str, size: u64| File::options().write(true).open(place.path(name)).unwrap().set_len(size).unwrap();

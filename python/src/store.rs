@@ -143,8 +143,11 @@ impl Store {
     }
 
     #[staticmethod]
-    fn open(py: Python<'_>, location: &str) -> PyResult<Self> {
-        run_with(py, None, 0, |steering: &Arc<Steering>| tpde_store::Store::open_watched(location, steering.clone()).map(Self))
+    fn open(py: Python<'_>, location: &str, memory: Option<u64>) -> PyResult<Self> {
+        let memory = memory.unwrap_or(tpde_store::MEMORY);
+        run_with(py, None, 0, |steering: &Arc<Steering>| {
+            Ok(Self(tpde_store::Store::open_watched(location, steering.clone())?.with_memory(memory)))
+        })
     }
 
     /// Stores a checkpoint in files, or tensors in memory.

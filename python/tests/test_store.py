@@ -384,6 +384,17 @@ def test_a_store_is_used_in_other_processes(method: str, store: tpde.store.Store
     assert len(store.log()) == 1 and pickle.loads(pickle.dumps(store)).location == store.location
 
 
+def test_memory_of_a_store_is_bounded_also_in_other_processes(store: tpde.store.Store, tmp_path: Path, made: Made) -> None:
+    bounded = pickle.loads(pickle.dumps(tpde.store.Store(store.location, memory=96 << 20)))
+    path = steps(tmp_path, 1)[0]
+    assert bounded.put(path).number == 0
+    bounded.get("main", tmp_path / "out")
+    assert bounded._memory == 96 << 20 and (tmp_path / "out").read_bytes() == path.read_bytes()
+    for wrong in [-1, 0.5, "96"]:
+        with pytest.raises((tpde.InvalidArgument, TypeError), match="memory"):
+            tpde.store.Store(store.location, memory=wrong)  # type: ignore[arg-type]
+
+
 def test_a_folder_from_the_store_opens_with_from_pretrained(store: tpde.store.Store, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

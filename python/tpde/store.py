@@ -178,27 +178,32 @@ class Store:
 
     Args:
         location: Path or URL.
+        memory: Memory in bytes for objects that are read or written at the same time; at least three of 32 MiB are. By default
+            320 MiB.
 
     Raises:
         NotAStore, BadManifest, RequestFailed: As their names say.
+        InvalidArgument: ``memory`` is no count of bytes.
     """
 
-    def __init__(self, location: StrPath, *, _made: _tpde.Store | None = None) -> None:
-        self.location = _location(location)
-        self._opened = _tpde.Store.open(self.location) if _made is None else _made
+    def __init__(self, location: StrPath, *, memory: int | None = None, _made: _tpde.Store | None = None) -> None:
+        if memory is not None:
+            _check_count("memory", memory)
+        self.location, self._memory = _location(location), memory
+        self._opened = _tpde.Store.open(self.location, memory) if _made is None else _made
         self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"tpde.store.Store({self.location!r})"
 
     def __reduce__(self) -> Any:
-        return Store, (self.location,)
+        return partial(Store, memory=self._memory), (self.location,)
 
     @property
     def _store(self) -> _tpde.Store:
         if self._process != os.getpid():
             _OF_PARENTS.append(self._opened)
-            self._opened, self._process = _tpde.Store.open(self.location), os.getpid()
+            self._opened, self._process = _tpde.Store.open(self.location, self._memory), os.getpid()
         return self._opened
 
     def put(

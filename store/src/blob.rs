@@ -3,7 +3,7 @@
 use crate::download::check_segment;
 use crate::error::{Error, Result};
 use crate::manifest::Stored;
-use crate::remote::{IN_FLIGHT, Pending, Remote};
+use crate::remote::{Pending, Remote};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -59,7 +59,7 @@ impl State {
         self.requests.drain(..self.requests.len().min(at.saturating_sub(self.first)));
         self.first = at;
         let next = at + self.requests.len();
-        let ahead = &stored.segments[next..stored.segments.len().min(at + IN_FLIGHT)];
+        let ahead = &stored.segments[next..stored.segments.len().min(at + remote.in_flight())];
         self.requests.extend(ahead.iter().map(|segment| remote.get_segment(segment, None)));
         let Some(request) = self.requests.pop_front() else {
             return Err(Error::InvalidArgument("a segment behind the last one".into()));

@@ -137,7 +137,7 @@ impl Branch {
         for (number, entry) in large {
             check_size(entry.bytes, &entry.name).or_else(|error| self.damaged(number, error).map(drop))?;
         }
-        Remote::each(
+        remote.each(
             missing,
             |(_, entry)| remote.get_listed(entry, MAX_MANIFEST),
             |(number, _), bytes| {
@@ -464,7 +464,7 @@ fn read_shortcuts(remote: &Remote, listed: &[remote::Entry], damaged: &mut Vec<(
     let too_large = |entry: &remote::Entry| Some((entry.name.clone(), check_size(entry.bytes, &entry.name).err()?));
     damaged.extend(large.into_iter().filter_map(too_large));
     let start = |entry: &&remote::Entry| remote.get_listed(entry, MAX_MANIFEST);
-    Remote::each(sound, start, |entry, bytes| {
+    remote.each(sound, start, |entry, bytes| {
         // One that was deleted since it was listed is no error.
         let bytes = bytes.filter(|bytes| **bytes != *VOID);
         match bytes.map(|bytes| Shortcut::parse(&bytes, &entry.name)) {

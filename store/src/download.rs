@@ -41,7 +41,7 @@ pub(crate) fn each_segment(remote: &Remote, stored: &Stored, mut done: impl FnMu
         (offset - segment.bytes, *segment)
     });
     let start = |(_, segment): &(u64, Segment)| remote.get_segment(segment, None);
-    Remote::each(placed, start, |(offset, segment), found| done(offset, check_segment(&segment, found?)?))
+    remote.each(placed, start, |(offset, segment), found| done(offset, check_segment(&segment, found?)?))
 }
 
 /// An error of reading one of several files or pairs.
@@ -61,7 +61,7 @@ fn to_files(remote: &Remote, folder: &LocalFolder, files: &[(&Stored, String)], 
     }
     let mut last = 0;
     let start = |(_, _, segment): &(usize, u64, Segment)| remote.get_segment(segment, None);
-    let written = Remote::each(missing, start, |(at, offset, segment), found| {
+    let written = remote.each(missing, start, |(at, offset, segment), found| {
         last = at;
         let bytes = check_segment(&segment, found?)?;
         watch.done(0)?;
@@ -221,7 +221,7 @@ impl Cache<'_> {
         let mut last = 0;
         let start =
             |(_, _, segment, range): &(usize, u64, Segment, Range<u64>)| self.remote.get_segment(segment, Some(range.clone()));
-        let written = Remote::each(requests, start, |(at, offset, _, range), found| {
+        let written = self.remote.each(requests, start, |(at, offset, _, range), found| {
             last = at;
             let bytes = found?;
             self.watch.done(0)?;

@@ -66,5 +66,5 @@ pub use opened::Opened;
 pub use put::{Anchor, PutOptions};
 pub use reach::LeftOut;
 pub use report::{PairReport, VersionReport};
-pub use store::{Store, StoreOptions, Usage};
+pub use store::{MEMORY, Store, StoreOptions, Usage};
 pub use verify::VerifyReport;

@@ -374,6 +374,7 @@ pub(crate) fn upload_pair(prefix: &Prefix, id: UploadId, encode: Encode<'_>) -> 
     // A segment of the parent's pair is uploaded too: that pair may be replaced by a shortcut and removed.
     let known = Known::new();
     let upload = Upload::new(prefix, id, &known);
+    upload.check_memory()?;
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
     if let [first, ..] = &streamed.report.unused[..] {

@@ -61,6 +61,8 @@ pub struct Remote {
     shared: Arc<Shared>,
     /// Can end calls that wait for a request.
     watch: Option<SharedWatch>,
+    /// Requests for segments at the same time.
+    in_flight: usize,
 }
 
 struct Shared {
@@ -248,12 +250,23 @@ impl Remote {
                 known: Arc::default(),
             }),
             watch: None,
+            in_flight: IN_FLIGHT,
         })
     }
 
     /// The same object store. `watch` can end calls that wait for a request.
     pub fn watched(&self, watch: SharedWatch) -> Self {
-        Self { shared: self.shared.clone(), watch: Some(watch) }
+        Self { shared: self.shared.clone(), watch: Some(watch), in_flight: self.in_flight }
+    }
+
+    /// The same object store, with at most `count` requests for segments at the same time.
+    pub fn with_in_flight(&self, count: usize) -> Self {
+        Self { shared: self.shared.clone(), watch: self.watch.clone(), in_flight: count.clamp(1, IN_FLIGHT) }
+    }
+
+    /// Requests for segments at the same time.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
     }
 
     /// The folder of the store, if it is one.
@@ -495,8 +508,9 @@ impl Remote {
         Ok((removed, bytes))
     }
 
-    /// Starts requests for all items, [`IN_FLIGHT`] at a time, and passes the results on in order.
+    /// Starts requests for all items, [`Remote::in_flight`] at a time, and passes the results on in order.
     pub fn each<I, T, R>(
+        &self,
         items: impl IntoIterator<Item = I>,
         start: impl Fn(&I) -> Pending<Result<T>>,
         mut done: impl FnMut(I, T) -> Result<R>,
@@ -504,7 +518,7 @@ impl Remote {
         let mut pending: VecDeque<(I, Pending<Result<T>>)> = VecDeque::new();
         let mut items = items.into_iter();
         loop {
-            while pending.len() < IN_FLIGHT {
+            while pending.len() < self.in_flight {
                 let Some(item) = items.next() else { break };
                 let request = start(&item);
                 pending.push_back((item, request));

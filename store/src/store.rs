@@ -12,7 +12,7 @@ use crate::names::{self, STORE};
 use crate::opened::{self, Opened};
 use crate::prefix::{NOBODY, Prefix, SEGMENT_BYTES, json, new_id, new_version, now};
 use crate::put::{self, PutOptions};
-use crate::remote::Remote;
+use crate::remote::{IN_FLIGHT, Remote};
 use crate::report::{self, VersionReport};
 use crate::verify::{self, VerifyReport};
 use serde::Serialize;
@@ -21,6 +21,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tpde::{Checkpoint, Rectangle, Watch};
+
+/// Segments that an upload holds beside those that are being sent.
+const BEING_FILLED: usize = 2;
+
+/// Memory for objects that a call reads or writes at the same time, in bytes, unless [`Store::with_memory`] sets another bound.
+pub const MEMORY: u64 = ((IN_FLIGHT + BEING_FILLED) * SEGMENT_BYTES) as u64;
 
 /// Versions of checkpoints in a folder or an object store.
 ///
@@ -164,6 +170,20 @@ impl Store {
         let Prefix { remote, rules, identity, segment_bytes } = &self.0;
         let (remote, rules, identity) = (remote.watched(watch), rules.clone(), identity.clone());
         Self(Prefix { remote, rules, identity, segment_bytes: *segment_bytes })
+    }
+
+    /// The same store, whose calls hold objects of about `bytes` in memory at the same time, and at least three of 32 MiB. The
+    /// default is [`MEMORY`]. With less memory, fewer requests run at the same time.
+    #[must_use]
+    pub fn with_memory(&self, bytes: u64) -> Self {
+        let Prefix { remote, rules, identity, segment_bytes } = &self.0;
+        let count = usize::try_from(bytes / SEGMENT_BYTES as u64).unwrap_or(usize::MAX).saturating_sub(BEING_FILLED);
+        Self(Prefix {
+            remote: remote.with_in_flight(count),
+            rules: rules.clone(),
+            identity: identity.clone(),
+            segment_bytes: *segment_bytes,
+        })
     }
 
     /// The version that `version` names: `BRANCH@NUMBER`, or `BRANCH` for its head.

@@ -4,7 +4,7 @@ use crate::digest::{Digest, UploadId};
 use crate::error::{Error, Result};
 use crate::manifest::{Segment, Stored};
 use crate::prefix::Prefix;
-use crate::remote::{IN_FLIGHT, Pending, Remote, no_memory};
+use crate::remote::{Pending, Remote, no_memory};
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use tpde::{FileSource, Source};
 /// Cuts what is written to it into segments, and uploads each as soon as it is complete. The first segment waits for the end,
 /// because its beginning may still change.
 ///
-/// Memory: `IN_FLIGHT` + 2 segments.
+/// Memory: [`Remote::in_flight`] + 2 segments.
 pub(crate) struct Upload<'a> {
     remote: &'a Remote,
     segment_bytes: usize,
@@ -61,6 +61,11 @@ impl<'a> Upload<'a> {
         }
     }
 
+    /// Returns an error if the system would refuse the memory that segments leave to others.
+    pub fn check_memory(&self) -> Result<()> {
+        reserve(&mut Vec::new(), self.segment_bytes)
+    }
+
     pub fn failure(&self) -> Failure {
         self.failure.clone()
     }
@@ -81,7 +86,7 @@ impl<'a> Upload<'a> {
         if let Some(known) = self.known.get(&segment.digest) {
             return Ok(*known);
         }
-        while self.pending.len() >= IN_FLIGHT {
+        while self.pending.len() >= self.remote.in_flight() {
             self.wait_for_one()?;
         }
         self.pending.push_back(self.remote.put(segment.object(), bytes));
@@ -131,10 +136,22 @@ impl<'a> Upload<'a> {
     }
 }
 
+/// Memory that segments leave to encoders and requests: if the system refuses a small buffer, the process ends.
+const LEFT: usize = 128 << 20;
+
+/// Reserves memory for `more` bytes of a segment, if the system would give [`LEFT`] besides.
+fn reserve(segment: &mut Vec<u8>, more: usize) -> Result<()> {
+    let mut left = Vec::<u8>::new();
+    let reserved = segment.try_reserve_exact(more).and_then(|()| left.try_reserve_exact(LEFT));
+    // Otherwise an allocation that nobody uses is optimised away.
+    std::hint::black_box(&mut left);
+    reserved.map_err(|_| no_memory("a segment"))
+}
+
 /// A buffer of `size` bytes.
 fn zeroed(size: usize) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    bytes.try_reserve_exact(size).map_err(|_| no_memory("a segment"))?;
+    reserve(&mut bytes, size)?;
     bytes.resize(size, 0);
     Ok(bytes)
 }
@@ -146,7 +163,7 @@ impl Write for Upload<'_> {
         let least = if self.current.is_empty() { 1 << 20 } else { self.current.len() };
         if self.current.capacity() - self.current.len() < size {
             let more = least.max(size).min(self.segment_bytes - self.current.len());
-            self.current.try_reserve_exact(more).map_err(|_| fail(&self.failure, no_memory("a segment")))?;
+            reserve(&mut self.current, more).map_err(|error| fail(&self.failure, error))?;
         }
         self.current.extend_from_slice(&bytes[..size]);
         if self.current.len() == self.segment_bytes {

@@ -68,8 +68,8 @@ struct Init {
 /// nothing is overwritten, and the error is `conflict`: run the command again.
 #[derive(Args)]
 struct Put {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     /// Checkpoint: a .safetensors file, or a folder
     checkpoint: PathBuf,
     /// Branch, which is created if it does not exist
@@ -109,8 +109,8 @@ struct Put {
 /// The output appears when it is complete and all digests were compared. After an interruption, the same command goes on.
 #[derive(Args)]
 struct Get {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     /// BRANCH@NUMBER, or BRANCH
     version: String,
     /// Output, which must not exist: a file, or a folder if the checkpoint was one
@@ -135,8 +135,8 @@ struct Get {
 /// List the versions of a branch, the newest first
 #[derive(Args)]
 struct Log {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     #[arg(default_value = "main")]
     branch: String,
     /// Only the newest N versions
@@ -155,13 +155,13 @@ struct Branch {
 enum BranchVerb {
     /// List the newest version of each branch
     List {
-        /// Folder or URL of the store
-        store: String,
+        #[command(flatten)]
+        store: Location,
     },
     /// Create a branch at a version; nothing is copied
     Create {
-        /// Folder or URL of the store
-        store: String,
+        #[command(flatten)]
+        store: Location,
         /// Name of the new branch
         name: String,
         /// Version that it begins at
@@ -172,8 +172,8 @@ enum BranchVerb {
     ///
     /// Branches that begin at a version of it stay whole. gc waits until the deletion is older than the grace of the store.
     Delete {
-        /// Folder or URL of the store
-        store: String,
+        #[command(flatten)]
+        store: Location,
         /// Name of the branch
         name: String,
     },
@@ -184,8 +184,8 @@ enum BranchVerb {
 /// If a version or a shortcut is damaged, the exit code is 1, and the output lists all that are. fold makes a shortcut anew.
 #[derive(Args)]
 struct Verify {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     /// Only this branch
     #[arg(long, value_name = "BRANCH")]
     branch: Option<String>,
@@ -199,8 +199,8 @@ struct Verify {
 /// Readers that have FROM, or pass it, read this pair instead of those between FROM and TO.
 #[derive(Args)]
 struct Fold {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     /// Version that is the base of the shortcut
     from: String,
     /// Version that derives from it
@@ -216,8 +216,8 @@ struct Fold {
 /// store. After an interruption, the same command goes on.
 #[derive(Args)]
 struct Prune {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     /// Keep the versions whose number is a multiple of N
     #[arg(long, value_name = "N", required_unless_present = "damaged")]
     keep_every: Option<u64>,
@@ -243,15 +243,15 @@ struct FoldArgs {
 /// Remove versions and objects that are no longer needed
 #[derive(Args)]
 struct Gc {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
 }
 
 /// Show the size of a store
 #[derive(Args)]
 struct Du {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
 }
 
 /// Describe what each version takes and changes
@@ -259,8 +259,8 @@ struct Du {
 /// Reads the indexes of all pairs, and no blob.
 #[derive(Args)]
 struct Report {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     /// Only this branch; may be repeated
     #[arg(long, value_name = "BRANCH")]
     branch: Vec<String>,
@@ -276,8 +276,8 @@ struct Report {
 /// Print each new version of a branch, one per line
 #[derive(Args)]
 struct Watch {
-    /// Folder or URL of the store
-    store: String,
+    #[command(flatten)]
+    store: Location,
     #[arg(default_value = "main")]
     branch: String,
     /// Number of the first version to print
@@ -300,22 +300,22 @@ impl Store {
             Verb::Log(verb) => common.show("store.log", verb.run()?),
             Verb::Branch(verb) => match &verb.verb {
                 BranchVerb::List { store } => {
-                    let store = open(store)?;
+                    let store = store.open()?;
                     let heads = store.branches().map_err(error)?;
                     common.show("store.branch", Versions::of(&store, &heads).map_err(error)?)
                 }
                 BranchVerb::Create { store, name, from } => {
-                    let store = open(store)?;
+                    let store = store.open()?;
                     let version = store.create_branch(name, from).map_err(error)?;
                     common.show("store.branch", row(&store, &version).map_err(error)?)
                 }
                 BranchVerb::Delete { store, name } => {
-                    let head = open(store)?.delete_branch(name).map_err(error)?;
+                    let head = store.open()?.delete_branch(name).map_err(error)?;
                     common.show("store.branch", Deleted { branch: name.clone(), head: head.name() })
                 }
             },
             Verb::Verify(verb) => {
-                let report = open(&verb.store)?.verify(verb.branch.as_deref(), verb.rebuild).map_err(error)?;
+                let report = verb.store.open()?.verify(verb.branch.as_deref(), verb.rebuild).map_err(error)?;
                 let (damaged, shortcuts) = (report.faults.len() as u64, report.shortcuts.len() as u64);
                 common.show("store.verify", Verified(report))?;
                 if damaged + shortcuts > 0 {
@@ -326,8 +326,8 @@ impl Store {
             }
             Verb::Fold(verb) => common.show("store.fold", verb.run(common)?),
             Verb::Prune(verb) => common.show("store.prune", verb.run(common)?),
-            Verb::Gc(verb) => common.show("store.gc", Collected(open(&verb.store)?.gc().map_err(error)?)),
-            Verb::Du(verb) => common.show("store.du", Sizes(open(&verb.store)?.usage().map_err(error)?)),
+            Verb::Gc(verb) => common.show("store.gc", Collected(verb.store.open()?.gc().map_err(error)?)),
+            Verb::Du(verb) => common.show("store.du", Sizes(verb.store.open()?.usage().map_err(error)?)),
             Verb::Report(verb) => common.show("store.report", verb.run()?),
             Verb::Watch(verb) => verb.run(common),
         }?;
@@ -335,8 +335,21 @@ impl Store {
     }
 }
 
-fn open(store: &str) -> anyhow::Result<Opened> {
-    Opened::open(store).map_err(error)
+/// A store, and how it is read and written.
+#[derive(Args)]
+struct Location {
+    /// Folder or URL of the store
+    #[arg(value_name = "STORE")]
+    url: String,
+    /// Memory for objects that are read or written at the same time, in MiB; at least three of 32 MiB are
+    #[arg(long, value_name = "MIB", default_value_t = tpde_store::MEMORY >> 20)]
+    memory: u64,
+}
+
+impl Location {
+    fn open(&self) -> anyhow::Result<Opened> {
+        Ok(Opened::open(&self.url).map_err(error)?.with_memory(self.memory.saturating_mul(1 << 20)))
+    }
 }
 
 /// Errors of the library keep their own kind and hint.
@@ -368,7 +381,7 @@ impl Init {
 
 impl Put {
     fn run(&self, common: &Common) -> anyhow::Result<Row> {
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let target = SafetensorsCheckpoint::open(&self.checkpoint)?;
         let bar = common.bar("put", target.tensors().iter().map(|tensor| tensor.bytes()).sum());
         let advance = |bytes| bar.inc(bytes);
@@ -393,7 +406,7 @@ impl Put {
 
 impl Get {
     fn run(&self, common: &Common) -> anyhow::Result<Got> {
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let version = store.version(&self.version).map_err(error)?;
         // If only some tensors are rebuilt, the bar ends early.
         let bar = common.bar("get", version.tensor_bytes);
@@ -434,7 +447,7 @@ impl Get {
 
 impl Log {
     fn run(&self) -> anyhow::Result<Versions> {
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let versions = match self.limit {
             Some(limit) => store.newest(&self.branch, limit),
             None => store.log(&self.branch),
@@ -452,7 +465,7 @@ impl FoldArgs {
 
 impl Fold {
     fn run(&self, common: &Common) -> anyhow::Result<Folded> {
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let bar = common.bar("fold", store.version(&self.to).map_err(error)?.tensor_bytes);
         let advance = |bytes| bar.inc(bytes);
         let shortcut = store.fold(&self.from, &self.to, &self.options.options(&advance)).map_err(error)?;
@@ -463,7 +476,7 @@ impl Fold {
 
 impl Prune {
     fn run(&self, common: &Common) -> anyhow::Result<Pruned> {
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let Some(keep_every) = self.keep_every.filter(|_| !self.damaged) else {
             return store.prune_damaged(&self.branch).map(Pruned).map_err(error);
         };
@@ -480,9 +493,9 @@ impl Prune {
 impl Report {
     fn run(&self) -> anyhow::Result<Described> {
         // Of a store elsewhere, no file is here.
-        let folder = PathBuf::from(self.store.strip_prefix("file://").unwrap_or(&self.store));
+        let folder = PathBuf::from(self.store.url.strip_prefix("file://").unwrap_or(&self.store.url));
         let file = self.html.as_ref().map(|path| OutputFile::create(path, &[folder], self.force)).transpose()?;
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let mut names = self.branch.clone();
         if names.is_empty() {
             names = store.branches().map_err(error)?.into_iter().map(|head| head.branch).collect();
@@ -494,7 +507,7 @@ impl Report {
         }
         let described = Described::of(branches);
         if let Some(file) = file {
-            file.publish(described.page(&self.store, &store.usage().map_err(error)?).as_bytes())?;
+            file.publish(described.page(&self.store.url, &store.usage().map_err(error)?).as_bytes())?;
         }
         Ok(described)
     }
@@ -502,7 +515,7 @@ impl Report {
 
 impl Watch {
     fn run(&self, common: &Common) -> anyhow::Result<()> {
-        let store = open(&self.store)?;
+        let store = self.store.open()?;
         let versions = store.watch(&self.branch, self.from, Duration::from_secs(self.interval));
         for version in versions.take(self.limit.unwrap_or(usize::MAX)) {
             let version = version.map_err(error)?;
