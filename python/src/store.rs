@@ -146,7 +146,7 @@ impl Store {
     fn open(py: Python<'_>, location: &str, memory: Option<u64>) -> PyResult<Self> {
         let memory = memory.unwrap_or(tpde_store::MEMORY);
         run_with(py, None, 0, |steering: &Arc<Steering>| {
-            Ok(Self(tpde_store::Store::open_watched(location, steering.clone())?.with_memory(memory)))
+            tpde_store::Store::open_watched(location, steering.clone()).map(|store| Self(store.with_memory(memory)))
         })
     }
 
