@@ -42,13 +42,15 @@ const SHARD_INDEX: &str = "a shard index under another name: give its folder, or
 pub(super) fn recognize(file: &FileSource) -> Option<&'static str> {
     let mut start = vec![0; file.size().min(LOOK) as usize];
     file.read(0, &mut start).ok()?;
-    // A length that a header may have is no magic number: the length 640 begins like a pickle.
-    if start.get(4..8) == Some(&[0; 4]) {
+    let length = start.first_chunk().map_or(u64::MAX, |length| u64::from_le_bytes(*length));
+    if length <= file.size().saturating_sub(8) && start.get(8) == Some(&b'{') {
         return None;
     }
+    // A length that a header may have is no magic number of two bytes: the length 640 begins like a pickle.
+    let least = if length >> 32 == 0 { 4 } else { 0 };
     let text = start.strip_prefix(BOM).unwrap_or(&start).trim_ascii_start();
     let begins = |bytes: &[u8], with: &[u8]| bytes.get(..with.len()).is_some_and(|bytes| bytes.eq_ignore_ascii_case(with));
-    let (_, what) = KNOWN.iter().find(|(magic, _)| begins(&start, magic) || begins(text, magic))?;
+    let (_, what) = KNOWN.iter().find(|(magic, _)| magic.len() >= least && (begins(&start, magic) || begins(text, magic)))?;
     let is_map =
         || start.windows(12).any(|bytes| bytes == b"\"weight_map\"") || start.windows(10).any(|bytes| bytes == b"\"metadata\"");
     Some(if *what == JSON && is_map() { SHARD_INDEX } else { what })
