@@ -514,7 +514,8 @@ impl Error {
     }
 
     /// Names a pair of a chain of `count` pairs in an error about its bytes or its base: [`Error::Invalid`], [`Error::Limit`],
-    /// [`Error::WrongBase`] and [`Error::AlreadyApplied`] become [`Error::Step`]. Other errors are returned unchanged, and so are those of a single pair, which is no chain.
+    /// [`Error::WrongBase`] and [`Error::AlreadyApplied`] become [`Error::Step`]. Other errors are unchanged, and so are all errors if
+    /// `count` is 1.
     #[must_use]
     pub fn in_step(self, number: usize, count: usize, pair: &Path) -> Self {
         match self {

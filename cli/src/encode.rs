@@ -142,9 +142,10 @@ pub struct Report {
     added: Vec<String>,
     /// Tensors whose base has another dtype. They are stored without a base.
     retyped: Vec<String>,
-    /// Tensors whose base has other dims, not only another number of rows. They are stored without a base.
+    /// Tensors whose base has other dims. Only a base of the target's dtype may have another number of rows. They are stored without a
+    /// base.
     reshaped: Vec<String>,
-    /// Tensors that are smaller without their base, which has their dtype and shape. They are stored without a base.
+    /// Tensors whose base fits, but which are smaller without it. They are stored without a base.
     unrelated: Vec<String>,
     /// Base tensors that are not used, or not as they were meant, with reasons. Includes those of the three lists above.
     unused_bases: Vec<UnusedBase>,

@@ -243,7 +243,7 @@ impl PartArg {
             let (start, end) = text.split_once(':').ok_or(expected)?;
             let (start, end) = (bound(start)?, bound(end)?);
             match (start, end) {
-                (Some(start), Some(end)) if start > end => Err(format!("range {start}:{end} begins above its end")),
+                (Some(start), Some(end)) if start > end => Err(format!("range {start}:{end} starts after its end")),
                 range => Ok(range),
             }
         };

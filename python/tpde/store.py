@@ -155,7 +155,8 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
 
     Args:
         location: Path or URL.
-        grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A call that shows no sign of life for so long is given up.
+        grace: Seconds for which :meth:`Store.gc` keeps objects that no version uses. A call whose lease is not renewed for so long is
+            given up.
         anchor_every: A version is stored whole if this many pairs would lead to it from the last anchor; 0 for never.
         anchor_percent: A version is stored whole if the pairs since the last anchor are larger than this percentage of the anchor; 0
             for never.
@@ -178,8 +179,8 @@ class Store:
 
     Args:
         location: Path or URL.
-        memory: Memory in bytes for objects that are read or written at the same time; at least three of 32 MiB are. By default
-            320 MiB.
+        memory: Limit in bytes of the memory for objects that are read or written at the same time. The minimum is 96 MiB, the
+            default 320 MiB.
 
     Raises:
         NotAStore, BadManifest, RequestFailed: As their names say.

@@ -17,7 +17,7 @@ named! {
     enum UnusedCause as "cause" {
         /// The base tensor has another dtype, and is not converted.
         Dtype => "dtype",
-        /// The base tensor has other dimensions, not only another number of rows.
+        /// The base tensor has other dimensions. Only a base of the target's dtype may have another number of rows.
         Shape => "shape",
         /// The base tensor is quantised, and its tensor of scales is missing or has another dtype or shape.
         Scales => "scales",

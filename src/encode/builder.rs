@@ -109,7 +109,7 @@ impl<'a> Encode<'a> {
     }
 
     /// Encodes the pair that leads back: from the last target of a chain to its base. Otherwise like [`Encode::fold`]. A base tensor
-    /// of another shape than the one in the last pair is not cut.
+    /// is not cut if its shape differs from that in the last pair, or if a part would divide an element.
     ///
     /// # Errors
     /// Those of [`Encode::fold`]; [`Error::BadCheckpoint`](crate::Error::BadCheckpoint) if the files of the last target cannot be those

@@ -26,7 +26,7 @@ pub struct EncodeOptions {
     /// Whether codec `conditioned` favors a small pair or fast decoding.
     pub favor: Favor,
     /// Renamed tensors: a map from the name in the target to the name in the base. Names with `*` are patterns: `A.*` with `B.*`
-    /// gives each tensor of the target whose name begins with `A.` the base tensor whose name begins with `B.` and ends alike. A
+    /// gives each tensor of the target whose name begins with `A.` the base tensor with `B.` and the same rest. A
     /// tensor keeps its name if the base has no tensor of the name that a pattern gives. Tensors that the map names are not
     /// matched with patterns. Of several patterns that match, the longest applies.
     pub renamed: BTreeMap<String, String>,

@@ -30,7 +30,7 @@ pub(super) fn or_warn(outcome: io::Result<()>, path: &Path, lost: &str) -> io::R
     }
 }
 
-/// Sets the size of a new file, so that a full disk is found early. Some file systems let files only grow by writes.
+/// Sets the size of a new file, so that a limit of the file size is found early. On some file systems, files grow only by writes.
 pub(crate) fn reserve(file: &File, size: u64) -> io::Result<()> {
     match file.set_len(size) {
         Err(error) if was_refused(&error) => Ok(()),

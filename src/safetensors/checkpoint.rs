@@ -212,9 +212,9 @@ impl SafetensorsCheckpoint {
     }
 }
 
-/// Contents of files that the base has too are stored as well if all contents together have at most so many bytes,
+/// Contents of files that the base has too are also stored if all contents together have at most this many bytes.
 const STORED_BYTES: u64 = 4096;
-/// or at most this share of the target's tensors. Compressed, they then add a fraction of a percent to a pair.
+/// They are also stored if all contents together have at most 1 / `STORED_SHARE` of the bytes of the target's tensors.
 const STORED_SHARE: u64 = 8192;
 
 /// The files of `target` as a pair describes them. `tensor_bytes` is the size of its tensors.

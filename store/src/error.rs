@@ -116,9 +116,9 @@ pub enum Error {
         /// What its manifest says about its source.
         hint: String,
     },
-    /// `gc` gave the call up: by the store's clock, it showed no sign of life for longer than the grace. It has published nothing.
+    /// `gc` gave the call up: by the store's clock, its lease was not renewed for the grace. It has published nothing.
     #[error(
-        "gc gave this call up after {seconds} s: it showed no sign of life for more than the grace of {grace} s, so nothing was \
+        "gc gave this call up after {seconds} s: its lease was not renewed for the grace of {grace} s, so nothing was \
          published: put again"
     )]
     TooSlow {

@@ -32,7 +32,7 @@ pub struct GetOptions<'a> {
     /// Selects tensors and rectangles of tensors, from the index of the pair that gives the version. In the output, a tensor has the
     /// shape of its rectangle. Otherwise like [`tensors`](Self#structfield.tensors), to whose tensors it adds.
     pub select: Option<&'a SelectTensors<'a>>,
-    /// LocalFolder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
+    /// Folder for the pairs that are read. They stay there for later calls. By default a hidden folder beside the output, which is
     /// removed when the output is complete and used again after an interruption.
     pub cache: Option<PathBuf>,
     /// Receives the number of rebuilt bytes of tensors; the total is the size of all tensors, or of the selected ones. It can

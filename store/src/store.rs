@@ -37,7 +37,7 @@ pub struct Store(pub(crate) Prefix);
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StoreOptions {
-    /// Objects that are younger are never collected, and a call that shows no sign of life for so long is given up. The default is a
+    /// Objects that are younger are never collected, and a call whose lease is not renewed for so long is given up. The default is a
     /// day; at least 2 s, because clocks of object stores may count whole seconds.
     pub grace: Duration,
     /// A version is stored whole if this many pairs would lead to it from the last anchor; 0 for no such rule. The default is 100.
@@ -327,7 +327,7 @@ impl Store {
     /// # Errors
     /// [`Error::Damaged`], [`Error::Manifest`] or [`Error::Tpde`] if an object is damaged or a base is wrong; [`Error::External`] if
     /// the base is not in the store and not in [`GetOptions::have`]; [`Error::Unreachable`]; [`Error::InvalidArgument`] if the
-    /// version itself is in `have`; the errors of requests. There is no output then.
+    /// version is stored only as a checkpoint in `have`; the errors of requests. There is no output then.
     pub fn get(&self, version: &str, output: impl AsRef<Path>, options: &GetOptions<'_>) -> Result<GetReport> {
         get::get(&self.0, version, output.as_ref(), options)
     }

@@ -51,7 +51,7 @@ enum Verb {
 struct Init {
     /// Folder, which is created, or URL
     store: String,
-    /// Seconds for which objects that no version uses are kept. A call that shows no sign of life for so long is given up
+    /// Seconds for which objects that no version uses are kept. A call whose lease is not renewed for so long is given up
     #[arg(long, value_name = "SECONDS", default_value_t = StoreOptions::default().grace.as_secs())]
     grace: u64,
     /// Store a version whole after this many versions; 0 for never
@@ -341,7 +341,7 @@ struct Location {
     /// Folder or URL of the store
     #[arg(value_name = "STORE")]
     url: String,
-    /// Memory for objects that are read or written at the same time, in MiB; at least three of 32 MiB are
+    /// Limit of the memory for objects that are read or written at the same time, in MiB; the minimum is 96
     #[arg(long, value_name = "MIB", default_value_t = tpde_store::MEMORY >> 20)]
     memory: u64,
 }

@@ -89,7 +89,7 @@ fn a_subset_has_the_parts_within_a_rectangle() {
     refused("layers.0.norm=[0:32]", "only some elements of [0:64], which the pair stores as one");
     refused("embed.weight=[24:97]", "[24:97, 0:64] of tensor embed.weight of [96, 64]: an end beyond the tensor");
     refused("embed.weight=[97:]", "an extent of 0");
-    refused("embed.weight=[0:24,8:4]", "range 8:4 begins above its end");
+    refused("embed.weight=[0:24,8:4]", "range 8:4 starts after its end");
     refused("embed.weight=[:,:,:]", "tensor embed.weight of [96, 64] has no 3 dimensions");
     refused("step=[:]", "tensor step of [] has no 1 dimensions");
     place.ok("subset cut -o half -f --part embed.weight=[:48]");

@@ -496,7 +496,7 @@ fn run(seed: u64, actions: u64) -> (u64, BTreeMap<&'static str, u64>) {
 }
 
 #[test]
-fn nothing_that_was_stored_is_lost_whoever_is_suspended_and_whatever_the_clock_says() {
+fn no_stored_version_is_lost_by_suspensions_clock_jumps_or_late_requests() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let first = number("TPDE_SIMULATION_SEED").unwrap_or(0);
     let count = number("TPDE_SIMULATION_RUNS").unwrap_or(4);
