@@ -1,6 +1,6 @@
 //! Constants and byte layouts of a pair (spec sections 5 to 11).
 //!
-//! Every struct here has a table in `spec/tpde-format.md` or `spec/codecs.md`, and a struct in `spec/tpde.h`. `tests/layouts.rs`
+//! Every struct here has a table in `spec/tpde-format.md` or `spec/codecs.md`, and a struct in `spec/tpde.h`. `tests/tpde/layouts.rs`
 //! checks that the three agree. This module does no I/O and no validation: [`crate::index`] and [`crate::codec`] validate.
 
 #![forbid(unsafe_code)]

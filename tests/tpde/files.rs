@@ -1,9 +1,6 @@
 //! Reading and writing files: a file that changes while it is read is refused, and no output is written that a reader refuses.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;

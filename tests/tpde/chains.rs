@@ -1,9 +1,6 @@
 //! Chains of pairs: applied in one pass, folded into one pair, reverted; and chains that do not fit.
 
-#[allow(dead_code, reason = "not all helpers are wanted")]
-mod common;
-
-use common::{Xorshift, named, tensor, tuned, write_file, write_folder};
+use crate::common::{Xorshift, named, tensor, tuned, write_file, write_folder};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -307,7 +304,7 @@ proptest! {
 }
 
 /// Versions of one model: a matrix that is cut by columns, one that is cut by rows, and a vector.
-fn model(steps: usize) -> Vec<Vec<common::Tensor>> {
+fn model(steps: usize) -> Vec<Vec<crate::common::Tensor>> {
     let first = vec![
         tensor("model.layers.0.mlp.down_proj.weight", "BF16", &[96, 240], 1),
         tensor("model.layers.0.self_attn.q_proj.weight", "BF16", &[130, 96], 2),
@@ -325,7 +322,7 @@ fn model(steps: usize) -> Vec<Vec<common::Tensor>> {
 struct Place(tempfile::TempDir);
 
 impl Place {
-    fn new(versions: &[Vec<common::Tensor>], options: &EncodeOptions) -> Self {
+    fn new(versions: &[Vec<crate::common::Tensor>], options: &EncodeOptions) -> Self {
         let place = Self(tempfile::tempdir().unwrap());
         for (i, version) in versions.iter().enumerate() {
             write_file(&place.path(&format!("v{i}.safetensors")), version);
@@ -620,7 +617,7 @@ fn a_wrong_base_or_a_damaged_pair_is_named_and_nothing_is_published() {
 fn forged_payloads_are_found_by_the_digests_of_the_last_step() {
     let tensors = [tensor("w", "U32", &[1024], 1), tensor("w", "U32", &[1024], 2)];
     let last = tuned(&tensors[1], 50);
-    let checkpoint = |data: &common::Tensor| Version::from([(data.name.clone(), (info(data), data.bytes.clone()))]);
+    let checkpoint = |data: &crate::common::Tensor| Version::from([(data.name.clone(), (info(data), data.bytes.clone()))]);
     let versions = [checkpoint(&tensors[0]), checkpoint(&tensors[1]), checkpoint(&last)];
     let held: Vec<_> = versions.iter().map(memory).collect();
     for with_list in [false, true] {
@@ -628,7 +625,7 @@ fn forged_payloads_are_found_by_the_digests_of_the_last_step() {
         let pair = |i: usize| Encode::new(&held[i]).base(&held[i - 1]).options(options.clone()).to_memory().unwrap().0;
         let (sound, second) = (pair(1), pair(2));
         let (index, mut blob) = sound.into_parts();
-        common::forge::forge(&index, &mut blob, &mut tensors[1].bytes.clone());
+        crate::common::forge::forge(&index, &mut blob, &mut tensors[1].bytes.clone());
         let pairs = [Pair::new(index, blob).unwrap(), second];
         let chain = Chain::new(&held[0], &pairs).unwrap();
         let mut out = vec![0; last.bytes.len()];
@@ -656,7 +653,7 @@ fn forged_payloads_are_found_by_the_digests_of_the_last_step() {
     }
 }
 
-fn info(data: &common::Tensor) -> TensorInfo {
+fn info(data: &crate::common::Tensor) -> TensorInfo {
     let shape = data.shape.iter().map(|&dim| dim as u64).collect();
     TensorInfo { name: data.name.clone(), dtype: data.dtype.parse().unwrap(), shape }
 }

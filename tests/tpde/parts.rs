@@ -1,10 +1,7 @@
 //! Pairs that describe tensors in parts: any nested cuts, encoded and applied in every way, give the bytes of the target.
 
-#[allow(dead_code, reason = "not all helpers are wanted")]
-mod common;
-
-use common::slices::{Held, cut, memory, whole};
-use common::{Tensor as Data, Xorshift, tensor, tuned, write_file};
+use crate::common::slices::{Held, cut, memory, whole};
+use crate::common::{Tensor as Data, Xorshift, tensor, tuned, write_file};
 use proptest::prelude::*;
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Explain, FormatVersion, InPlace, Limits,
@@ -35,7 +32,7 @@ fn check(pair: &Pair<Vec<u8>>, base: &[Data], target: &[Data]) {
     Verify::new(pair).base(&base_memory).target(&target_memory).run().unwrap();
     let mut random = Xorshift(1 + target.iter().map(|data| data.bytes.len() as u64).sum::<u64>());
     for data in target {
-        let width = common::width(data.dtype);
+        let width = crate::common::width(data.dtype);
         let count = (data.bytes.len() / width) as u64;
         for _ in 0..4 {
             let from = random.next() % (count + 1);
@@ -94,7 +91,7 @@ proptest! {
         codec in prop::sample::select(CodecChoice::ALL.to_vec()),
         every in 1usize..60,
     ) {
-        let base = [common::named(&first, "a"), common::named(&second, "b")];
+        let base = [crate::common::named(&first, "a"), crate::common::named(&second, "b")];
         let target: Vec<_> = base.iter().map(|data| tuned(data, every)).collect();
         let base = if has_base { &base[..] } else { &base[..1] };
         let mut numbers = numbers.into_iter();

@@ -1,11 +1,8 @@
 //! Damage to stored bytes: every truncation and every flipped bit of every published pair is detected, and reported with the rule
 //! that it breaks.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::forge::{forge, repair};
-use common::{Xorshift, manifest, tensor};
+use crate::common::forge::{forge, repair};
+use crate::common::{Xorshift, manifest, tensor};
 use rayon::prelude::*;
 use tpde::internals;
 use tpde::{

@@ -2,10 +2,7 @@
 //! that it breaks, at the step in the manifest. `testdata/make_vectors.py` makes the vectors from the spec and shares no code
 //! with this crate; `testdata/reader` reads them too. Also compares the rules in the text of the spec with those of the crate.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::manifest::{self, VERSIONS, Vector, folder, vectors, vectors_of};
+use crate::common::manifest::{self, VERSIONS, Vector, folder, vectors, vectors_of};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tpde::{

@@ -1,9 +1,6 @@
 //! Reports of the library, and the interfaces that pass data on: sinks, accelerators, lists of changes.
 
-#[allow(dead_code, reason = "only the inputs are wanted")]
-mod common;
-
-use common::inputs::{Input, inputs};
+use crate::common::inputs::{Input, inputs};
 use std::sync::Mutex;
 use tpde::internals;
 use tpde::{

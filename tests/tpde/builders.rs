@@ -1,9 +1,6 @@
 //! Builders: the effect of each setting, and the arguments that they refuse.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::fs;
 use std::path::Path;
 use tempfile::TempDir;

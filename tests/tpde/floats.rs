@@ -1,10 +1,7 @@
 //! The arithmetic of derived bases (spec sections 8.5 and 8.6) on the vectors of version 1.3, whose lanes another
 //! program forms by a search among all lanes. The test reads the pairs without the library's parser.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::manifest;
+use crate::common::manifest;
 use safetensors::SafeTensors;
 use tpde::Dtype;
 use tpde::internals::{cast_lanes, scale_lanes, scale_nibbles};
@@ -102,7 +99,7 @@ fn formed_lanes_of_the_vectors_have_their_base_digest() {
 
 #[test]
 fn products_are_those_of_the_processor() {
-    let mut random = common::Xorshift(13);
+    let mut random = crate::common::Xorshift(13);
     let all: Vec<u8> = (0..=255).filter(|lane| lane & 127 != 127).collect();
     // The values of the lanes: their products with 1.
     let (mut values, mut products) = (vec![0; 4 * all.len()], vec![0; 4 * all.len()]);

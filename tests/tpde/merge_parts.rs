@@ -1,9 +1,6 @@
 //! Merging pairs that have parts of tensors, as the ranks of a distributed job make them.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::{Tensor as Data, tensor, tuned};
+use crate::common::{Tensor as Data, tensor, tuned};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use tpde::{

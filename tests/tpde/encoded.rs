@@ -1,11 +1,8 @@
 //! The bytes that the encoder writes are the same on every machine and for any number of threads and shards, and change only on
 //! purpose.
 
-#[allow(dead_code, reason = "only the inputs are wanted")]
-mod common;
-
-use common::inputs::{Held, Input};
-use common::{Tensor, write_file, write_folder};
+use crate::common::inputs::{Held, Input};
+use crate::common::{Tensor, write_file, write_folder};
 use std::fmt::Write;
 use std::path::Path;
 use tpde::internals;
@@ -53,7 +50,7 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
     ways.extend(Layout::ALL.iter().map(|&layout| (format!("zstd-{}", layout.name()), with(Codec::Zstd, Some(layout)))));
     let mut found = [String::new(), String::new()];
     for (side, inputs, ways) in [(SIDES[0], usize::MAX, &ways[..]), (SIDES[1], usize::MAX, &ways[..2]), (SIDES[2], 2, &ways[..1])] {
-        for input in common::inputs::inputs(side).take(inputs) {
+        for input in crate::common::inputs::inputs(side).take(inputs) {
             for (name, options) in ways {
                 for (found, encoded) in found.iter_mut().zip(encoded(&input, options)) {
                     writeln!(found, "{} {side}: {name}: {encoded}", input.name).unwrap();
@@ -75,7 +72,7 @@ fn the_encoder_writes_the_bytes_that_it_wrote() {
 /// The profile `device` chooses by estimates. On every input it is about as small as the better of its codecs.
 #[test]
 fn the_profile_for_devices_is_about_as_small_as_the_best_of_its_codecs() {
-    for input in common::inputs::inputs(SIDES[0]) {
+    for input in crate::common::inputs::inputs(SIDES[0]) {
         let (base, target) = (input.base(), input.target());
         let size = |codec: CodecChoice| {
             let (pair, _) = Encode::new(&target).base(&base).options(EncodeOptions::default().codec(codec)).to_memory().unwrap();
@@ -119,7 +116,7 @@ fn without_files(index: &ValidatedIndex, blob: &[u8]) -> Vec<Vec<u8>> {
 fn shards_change_the_file_table_and_no_other_byte() {
     let mut file_tables = std::collections::BTreeSet::new();
     for name in ["several dtypes", "two biases of many tensors", "many small tensors", "no base, outliers"] {
-        let input = common::inputs::inputs(300).find(|input| input.name == name).unwrap();
+        let input = crate::common::inputs::inputs(300).find(|input| input.name == name).unwrap();
         for favor in [Favor::Ratio, Favor::Size] {
             let options = EncodeOptions::default().favor(favor).chunk_lanes(1 << 14);
             let (in_memory, _) = Encode::new(&input.target()).base(&input.base()).options(options.clone()).to_memory().unwrap();

@@ -1,10 +1,7 @@
 //! Ranks of a job that hold slices of target and base: each encodes what it holds, and the pairs merge to that of the whole.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::slices::{Held, cut, info, memory, whole};
-use common::{Tensor as Data, tensor, tuned};
+use crate::common::slices::{Held, cut, info, memory, whole};
+use crate::common::{Tensor as Data, tensor, tuned};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tpde::{

@@ -1,8 +1,6 @@
 //! Merging pairs, and making a pair of some tensors of one.
 
-mod common;
-
-use common::{Tensor, Xorshift, safetensors, tensor, tuned, with_long_header, write_file, write_folder};
+use crate::common::{Tensor, Xorshift, safetensors, tensor, tuned, with_long_header, write_file, write_folder};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,9 +1,6 @@
 //! Requests that an encoder refuses before it reads a lane, and failures that end its work.
 
-#[allow(dead_code, reason = "not all helpers are wanted")]
-mod common;
-
-use common::inputs::{Held, inputs};
+use crate::common::inputs::{Held, inputs};
 use tpde::internals::{self, MAX_CHUNKS, Section};
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo,

@@ -1,11 +1,8 @@
 //! Made-up models with the tensors of Llama, Mixtral and gpt-oss: ranks with fused parameters change them in place, and trainers
 //! that hold other shards encode what the ranks need.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::slices::{GAP, Held, info, memory, whole};
-use common::{Tensor as Data, tensor, tuned};
+use crate::common::slices::{GAP, Held, info, memory, whole};
+use crate::common::{Tensor as Data, tensor, tuned};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;

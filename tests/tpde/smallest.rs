@@ -1,9 +1,6 @@
 //! Compares `auto` with everything that it could have chosen: every codec and layout, with and without the base.
 
-#[allow(dead_code, reason = "only the inputs are wanted")]
-mod common;
-
-use common::inputs::{Input, inputs};
+use crate::common::inputs::{Input, inputs};
 use std::fmt::Write;
 use tpde::{Codec, CodecChoice, Encode, EncodeOptions, Favor, Layout};
 

@@ -1,11 +1,8 @@
 //! Slices of tensors: rectangles in memory, with gaps between rows, rebuilt and changed in place, from whole bases and from
 //! slices.
 
-#[allow(dead_code, reason = "not all helpers are wanted")]
-mod common;
-
-use common::slices::{GAP, Held, cut, info, memory, whole};
-use common::{Tensor as Data, slices, tensor, tuned, width};
+use crate::common::slices::{GAP, Held, cut, info, memory, whole};
+use crate::common::{Tensor as Data, slices, tensor, tuned, width};
 use proptest::prelude::*;
 use std::slice::from_ref;
 use tpde::{

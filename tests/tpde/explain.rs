@@ -1,11 +1,8 @@
 //! `Explain`: the purpose of each byte of a pair, and the sizes of other encodings.
 
-#[allow(dead_code, reason = "only some of it is wanted")]
-mod common;
-
-use common::forge::repair;
-use common::inputs::{Input, inputs};
-use common::{Xorshift, manifest};
+use crate::common::forge::repair;
+use crate::common::inputs::{Input, inputs};
+use crate::common::{Xorshift, manifest};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};

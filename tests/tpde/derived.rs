@@ -1,5 +1,5 @@
 //! Derived bases: base tensors of another dtype, converted or dequantised (spec sections 8.5 and 8.6). The formed lanes of each case
-//! are computed element by element from the formulas of the spec, with the arithmetic that `tests/floats.rs` compares with vectors.
+//! are computed element by element from the formulas of the spec, with the arithmetic that `floats.rs` compares with vectors.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;

@@ -1,16 +1,14 @@
 //! Whether a target can be written is known beforehand. A pair that verifies with its base, and whose files can be planned, can be
 //! applied. Any other pair is refused, and no files are left behind.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
 #[allow(dead_code, reason = "fuzz targets use more of it")]
-#[path = "../fuzz/src/parts.rs"]
+#[path = "../../fuzz/src/parts.rs"]
 mod parts;
 #[allow(dead_code, reason = "fuzz targets use more of it")]
-#[path = "../fuzz/src/sign.rs"]
+#[path = "../../fuzz/src/sign.rs"]
 mod sign;
 
-use common::*;
+use crate::common::*;
 use parts::Parts;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};

@@ -1,10 +1,7 @@
 //! Reading checkpoints: an unreadable checkpoint is reported as an error of the system, never as a wrong pair or base. No tensor is
 //! read more often than necessary.
 
-#[allow(dead_code, reason = "other tests use more of it")]
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::fs;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tpde::{

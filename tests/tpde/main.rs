@@ -1,0 +1,30 @@
+//! Tests of the public interface of the library, in one program: each program would compile the library's generic code anew.
+
+#[allow(dead_code, reason = "other packages' tests use more of it")]
+#[path = "../common/mod.rs"]
+mod common;
+
+mod builders;
+mod chains;
+mod damage;
+mod derived;
+mod documents;
+mod encoded;
+mod explain;
+mod files;
+mod floats;
+mod layouts;
+mod merge;
+mod merge_parts;
+mod models;
+mod names;
+mod parts;
+mod properties;
+mod ranks;
+mod refused;
+mod reports;
+mod slices;
+mod smallest;
+mod unreadable;
+mod vectors;
+mod writable;
