@@ -52,6 +52,9 @@ pub struct Report {
     payload_digests: PayloadDigests,
     #[serde(skip)]
     needs_base: bool,
+    /// Copies what else is in the base's folder.
+    #[serde(skip)]
+    copy: Option<String>,
     seconds: f64,
     gb_per_second: f64,
     threads: usize,
@@ -99,6 +102,7 @@ impl Apply {
             digests_checked: report.digests_checked,
             payload_digests: report.payload_digests,
             needs_base,
+            copy: opened.copy(&self.output),
             seconds,
             gb_per_second: text::speed(report.bytes, seconds),
             threads: rayon::current_num_threads(),
@@ -125,22 +129,21 @@ impl fmt::Display for Report {
             (true, false) => "target has the digests of the pair; no base is needed",
             (false, _) => "digests not compared",
         };
-        text::facts(
-            f,
-            &[
-                ("size", format!("{} in {}", text::bytes(self.target_bytes), text::counted(self.tensors, "tensor"))),
-                ("checked", checked.into()),
-                ("payload", text::payload_digests(self.payload_digests).into()),
-                (
-                    "speed",
-                    format!(
-                        "{:.2} GB/s, {} on {}",
-                        self.gb_per_second,
-                        text::duration(self.seconds),
-                        text::counted(self.threads as u64, "thread")
-                    ),
+        let mut facts = vec![
+            ("size", format!("{} in {}", text::bytes(self.target_bytes), text::counted(self.tensors, "tensor"))),
+            ("checked", checked.into()),
+            ("payload", text::payload_digests(self.payload_digests).into()),
+            (
+                "speed",
+                format!(
+                    "{:.2} GB/s, {} on {}",
+                    self.gb_per_second,
+                    text::duration(self.seconds),
+                    text::counted(self.threads as u64, "thread")
                 ),
-            ],
-        )
+            ),
+        ];
+        facts.extend(self.copy.iter().map(|copy| ("copy", format!("the base's folder has other files: {copy}"))));
+        text::facts(f, &facts)
     }
 }

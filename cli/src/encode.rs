@@ -157,6 +157,9 @@ pub struct Report {
     removed: Vec<String>,
     /// Other files in the target's folder.
     not_included: Vec<String>,
+    /// Copies these files.
+    #[serde(skip)]
+    copy: Option<String>,
     /// A pattern for `--rename` that pairs many of `added` with many of `removed`.
     suggested_rename: Option<String>,
     #[serde(skip)]
@@ -184,7 +187,8 @@ impl Encode {
             }
             DeviceName::Cuda(ordinal) => self.encode_on(&open_cuda(ordinal)?, base.as_ref(), &target, options, common)?,
         };
-        Ok(Report { not_included: target.not_included().to_vec(), ..Report::new(written, base.is_some()) })
+        let copy = text::copy(target.path(), target.not_included(), "OUT");
+        Ok(Report { not_included: target.not_included().to_vec(), copy, ..Report::new(written, base.is_some()) })
     }
 
     /// Copies both checkpoints to a device, and encodes there.
@@ -275,6 +279,7 @@ impl Report {
             removed,
             unused_bases: report.unused,
             not_included: Vec::new(),
+            copy: None,
             suggested_rename: suggested.map(|suggested| suggested.pattern),
             note,
             tensors: report.tensors,
@@ -362,6 +367,7 @@ impl fmt::Display for Report {
                 facts.push((label, format!("{count}, {why}: {}", text::some(names))));
             }
         }
+        facts.extend(self.copy.iter().map(|copy| ("copy", format!("`apply` does not write these: {copy}"))));
         facts.extend(self.note.iter().map(|note| ("note", note.clone())));
         text::facts(f, &facts)
     }

@@ -132,6 +132,13 @@ impl OpenedChain {
     pub fn base(&self) -> &dyn Checkpoint {
         self.base.as_ref().map_or(&EMPTY, |base| base)
     }
+
+    /// A command that copies the other files of the base's folder into `output`.
+    pub fn copy(&self, output: &Path) -> Option<String> {
+        let base = self.base.as_ref().filter(|_| output.is_dir())?;
+        let missing: Vec<_> = base.not_included().iter().filter(|name| !output.join(name).exists()).cloned().collect();
+        text::copy(base.path(), &missing, &text::quoted(output.to_str()?)?)
+    }
 }
 
 /// The last pair and its base, after checking that the pairs fit. The base of one pair is checked when the pair is applied.

@@ -143,6 +143,24 @@ pub fn some(names: &[String]) -> String {
     out
 }
 
+/// A command that copies files of a checkpoint's folder. `None` if there are none, or their names are not for a terminal.
+pub fn copy(checkpoint: &Path, names: &[String], to: &str) -> Option<String> {
+    let folder = if checkpoint.is_dir() { checkpoint } else { checkpoint.parent()? };
+    let quoted = names.iter().map(|name| quoted(folder.join(name).to_str()?)).collect::<Option<Vec<_>>>()?;
+    (!quoted.is_empty()).then(|| format!("cp {} {to}", quoted.join(" ")))
+}
+
+/// An argument for a shell.
+pub fn quoted(argument: &str) -> Option<String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./+:@%,=".contains(c);
+    match argument {
+        _ if argument.chars().any(|c| c.is_control()) || Escaped(argument).to_string() != argument => None,
+        _ if argument.starts_with('-') => quoted(&format!("./{argument}")),
+        _ if argument.chars().all(is_plain) => Some(argument.to_owned()),
+        _ => Some(format!("'{}'", argument.replace('\'', r"'\''"))),
+    }
+}
+
 /// Writes one line per fact: its label, then its text.
 pub fn facts(f: &mut fmt::Formatter<'_>, facts: &[(&str, String)]) -> fmt::Result {
     let width = facts.iter().map(|(label, _)| label.len()).max().unwrap_or(0);

@@ -342,3 +342,31 @@ fn a_base_of_another_dtype_is_converted_or_dequantised() {
     assert!(text.contains("fp8 for fp8 (expected scales of F32 [1, 2]"), "{text}");
     assert!(!place.path("x.safetensors").exists() && !place.path("x.tpde-index").exists());
 }
+
+/// `from_pretrained` needs them, and a pair has only weights.
+#[test]
+fn a_command_is_shown_that_copies_what_is_beside_the_weights() {
+    let place = Place::new();
+    for folder in ["base", "it's new"] {
+        write_folder(&place.path(folder), &[&model()]);
+        fs::write(place.path(folder).join("config.json"), folder).unwrap();
+        fs::write(place.path(folder).join("tokenizer $(touch x).json"), folder).unwrap();
+    }
+    let shown = |out: &str| Some(out.lines().find(|line| line.starts_with("  copy"))?.split_once("cp ")?.1.to_owned());
+    let target = place.command(TPDE, &["encode", "base", "it's new", "-o", "pair"]);
+    let apply = "apply base pair -o out -f";
+    let base = place.ok(apply);
+    for (out, to, content) in [(target.out, "OUT", "it's new"), (base.out, "out", "base")] {
+        let run = place.command("sh", &["-c", &format!("mkdir -p {to}; cp {}", shown(&out).unwrap())]);
+        assert_eq!((run.code, run.err.as_str()), (0, ""), "{out}");
+        for name in ["config.json", "tokenizer $(touch x).json"] {
+            assert_eq!(fs::read_to_string(place.path(to).join(name)).unwrap(), content);
+        }
+    }
+    assert!(!place.path("x").exists() && shown(&place.ok(apply).out).is_none());
+    // A name for no terminal is not part of a command, and a file has no folder of its own.
+    fs::write(place.path("base/\u{1b}[2J.json"), "").unwrap();
+    assert!(shown(&place.ok("apply base pair -o other").out).is_none());
+    place.ok("encode --no-base base/model-00001-of-00001.safetensors -o single");
+    assert!(shown(&place.ok("apply --no-base single -o single.safetensors").out).is_none());
+}
