@@ -39,8 +39,8 @@ gpu *arguments:
 
 # Write the vectors anew and say what changed; published ones must not
 golden:
-    python3 testdata/make_vectors.py
-    python3 testdata/spec_tables.py
+    "$(scripts/environment)" testdata/make_vectors.py
+    "$(scripts/environment)" testdata/spec_tables.py
     git status --short testdata/v1 testdata/v1.2 testdata/v1.3 spec
 
 # All that continuous integration runs

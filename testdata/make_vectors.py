@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Writes the test vectors of TPDE, from spec/tpde-format.md and spec/codecs.md alone.
 
-    python3 testdata/make_vectors.py                 # write testdata/v1, testdata/v1.2 and testdata/v1.3
-    python3 testdata/make_vectors.py --check         # compare with the committed files, write nothing
-    python3 testdata/make_vectors.py --publish v1.2  # add the files of v1.2 that are not in its list of published files yet
+    python=$(scripts/environment)                      # the environment in target/: needs zstandard
+    "$python" testdata/make_vectors.py                 # write testdata/v1, testdata/v1.2 and testdata/v1.3
+    "$python" testdata/make_vectors.py --check         # compare with the committed files, write nothing
+    "$python" testdata/make_vectors.py --publish v1.2  # add the files of v1.2 that are not in its list of published files yet
 
 Published vectors never change: add new ones, do not edit old ones. published.txt, published-1.2.txt and published-1.3.txt have the
 BLAKE3 digests of the files of v1, v1.2 and v1.3, as b3sum writes and checks them; a test of the crate compares them.
