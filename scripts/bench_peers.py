@@ -2,12 +2,12 @@
 """Measures other ways to store the difference of two safetensors files.
 
     python3 -m venv target/venv-peers && target/venv-peers/bin/pip install numpy zstandard==0.25.0
-    target/venv-peers/bin/pip install --no-deps zipnn==0.5.4
+    target/venv-peers/bin/pip install --no-deps zipnn==0.5.4    # for its row
     target/venv-peers/bin/python scripts/bench_peers.py BASE TARGET
 
 The ratio is the bytes of the target's tensors divided by the stored bytes. Stored bytes are the compressed frames alone,
 without names, lengths or checksums, which favours the peers. A tensor that equals its base costs nothing, except in the
-row of ZipNN. A tensor that the base lacks, or has with another dtype or shape, is stored as its difference from zeros.
+rows of ZipNN, of deltas and of --patch-from. A tensor that the base lacks, or has with another dtype or shape, is stored as its difference from zeros.
 Stored bytes are decoded again and compared with the target, bit for bit.
 
     xor, zstd-1            each tensor XOR its base
@@ -18,6 +18,10 @@ Stored bytes are decoded again and compared with the target, bit for bit.
                            with a larger gap, none for a tensor whose changes are one run; one frame for all tensors,
                            first all gaps, then all values, grouped by width. Metadata and container, which NeMo-RL
                            compresses too, are left out
+    gaps of deltas, zstd-3 the layouts of benches/nvcomp.cu: a delta is the distance from base to target in units in the last
+    planes of deltas,      place, zigzag. Tensors are joined to one run per dtype, cut into chunks of 65,536 lanes with a frame
+      zstd-3               each: gaps and then deltas of the changed lanes, or deltas of all lanes, by byte planes
+    --patch-from, -3, -19  `zstd --patch-from=BASE TARGET`: whole files, headers included, by the program zstd
     ZipNN                  its delta of byte buffers (`delta_compressed_type="byte"`), one buffer for all tensors of a
                            dtype, on one thread. Speeds are bytes of the target per second, medians of 5 runs, and
                            include the XOR, which ZipNN does in NumPy. Tensors whose dtype ZipNN does not know are left
@@ -28,18 +32,22 @@ empty stand-in is imported instead. The code that is timed is that of ZipNN, unc
 """
 
 import importlib.util
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import zstandard
 
 from make_variants import read
 
-RUNS = 5
+RUNS, CHUNK = 5, 65536
 # A lane is the unit whose change is stored. A complex number is two lanes, and packed dtypes have bytes as lanes.
 LANE_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
@@ -164,6 +172,69 @@ def nemo(all_pairs):
     return len(frame) if plan else 0
 
 
+def runs(all_pairs):
+    """Base and target of all tensors of a dtype, joined; and whether the lanes are floats."""
+    ordered = sorted(all_pairs, key=lambda pair: pair[0])
+    for dtype, group in groupby(ordered, key=lambda pair: pair[0]):
+        bases, targets = zip(*((base, target) for _, base, target in group), strict=True)
+        yield dtype[0] in "BFC" and dtype != "BOOL", np.concatenate(bases), np.concatenate(targets)
+
+
+def in_order(lanes, floats):
+    """Bit patterns of floats in the order of their values; the inverse is the same but for the sign bit."""
+    top = lanes.dtype.type(1 << (8 * lanes.itemsize - 1))
+    return np.where(lanes & top, ~lanes, lanes | top) if floats else lanes
+
+
+def out_of_order(lanes, floats):
+    top = lanes.dtype.type(1 << (8 * lanes.itemsize - 1))
+    return np.where(lanes & top, lanes & ~top, ~lanes) if floats else lanes
+
+
+def planes_of(lanes):
+    return lanes.view(np.uint8).reshape(-1, lanes.itemsize).T.tobytes()
+
+
+def of_planes(content, dtype, count):
+    return np.frombuffer(content, np.uint8, count * dtype.itemsize).reshape(dtype.itemsize, count).T.copy().view(dtype).reshape(-1)
+
+
+def deltas(all_pairs, as_gaps):
+    stored = 0
+    for floats, base, target in runs(all_pairs):
+        signed = np.dtype(f"<i{base.itemsize}")
+        distance = (in_order(target, floats) - in_order(base, floats)).view(signed)
+        zigzag = (distance << 1 ^ distance >> (8 * base.itemsize - 1)).view(base.dtype)
+        rebuilt = np.zeros_like(zigzag)
+        for start in range(0, len(zigzag), CHUNK):
+            chunk = zigzag[start : start + CHUNK]
+            where = np.flatnonzero(chunk)
+            if as_gaps:
+                gaps = (np.diff(where, prepend=-1) - 1).astype("<u2")
+                frame = compress(3, planes_of(gaps) + planes_of(chunk[where]))
+                content = decompress(frame)
+                places = np.cumsum(of_planes(content, gaps.dtype, len(where)).astype(np.int64) + 1) - 1
+                rebuilt[start + places] = of_planes(content[2 * len(where) :], chunk.dtype, len(where))
+            else:
+                frame = compress(3, planes_of(chunk))
+                rebuilt[start : start + CHUNK] = of_planes(decompress(frame), chunk.dtype, len(chunk))
+            stored += len(frame)
+        one = base.dtype.type(1)
+        distance = rebuilt >> one ^ (~(rebuilt & one) + one)
+        check(out_of_order((in_order(base, floats) + distance).astype(base.dtype), floats), target)
+    return stored
+
+
+def patch_from(base, target, level):
+    with tempfile.TemporaryDirectory() as folder:
+        frame, rebuilt = Path(folder, "frame"), Path(folder, "rebuilt")
+        subprocess.run(["zstd", "-q", f"-{level}", f"--patch-from={base}", target, "-o", frame], check=True)
+        subprocess.run(["zstd", "-q", "-d", "--long=31", f"--patch-from={base}", frame, "-o", rebuilt], check=True)
+        if rebuilt.read_bytes() != Path(target).read_bytes():
+            sys.exit("a peer's result differs from the target")
+        return frame.stat().st_size
+
+
 def import_zipnn():
     """The package, with a stand-in for PyTorch if there is none; and whether there was."""
     real = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("safetensors") is not None
@@ -226,20 +297,27 @@ def main():
     if not total:
         sys.exit("the target has no data")
     print(f"{total:,} bytes of {dtypes}; {moved / lanes:.3%} of {lanes:,} lanes changed\n")
-    print(f"{'':20} {'ratio':>9} {'stored':>13} {'compress':>10} {'decompress':>10}")
+    print(f"{'':24} {'ratio':>9} {'stored':>13} {'compress':>10} {'decompress':>10}")
 
     def row(name, size, stored, speeds=()):
         ratio = f"{size / stored:.2f}x" if stored else "-"
-        print(f"{name:20} {ratio:>9} {stored:13,} " + " ".join(f"{speed:5.2f} GB/s" for speed in speeds), flush=True)
+        print(f"{name:24} {ratio:>9} {stored:13,} " + " ".join(f"{speed:5.2f} GB/s" for speed in speeds), flush=True)
 
     row("xor, zstd-1", total, xor(all_pairs))
     row("xor planes, zstd-3", total, xor_planes(all_pairs))
     row("u16 gaps, zstd-1", total, u16_gaps(all_pairs))
     row("NeMo-RL's, zstd-1", total, nemo(all_pairs))
+    row("gaps of deltas, zstd-3", total, deltas(all_pairs, as_gaps=True))
+    row("planes of deltas, zstd-3", total, deltas(all_pairs, as_gaps=False))
+    for level in (3, 19) if shutil.which("zstd") else ():
+        row(f"--patch-from, -{level}", total, patch_from(*sys.argv[1:], level))
+    print("\nall results compared with the target")
+    if importlib.util.find_spec("zipnn") is None:
+        return
     size, stored, seconds, real = zipnn(all_pairs)
     if size:
         row("ZipNN, 1 thread", size, stored, [size / value / 1e9 for value in seconds])
-    print("\nall results compared with the target; PyTorch for ZipNN:", "installed" if real else "a stand-in")
+    print("PyTorch for ZipNN:", "installed" if real else "a stand-in")
     if size < total:
         print(f"ZipNN left out {total - size:,} bytes of dtypes that it does not know")
 
