@@ -8,7 +8,7 @@ use std::fs;
 /// Beginnings of commands that this test does not run, and the reason.
 const NOT_RUN: &[(&str, &str)] = &[
     ("pip install ./python", "python/test installs the package"),
-    ("cargo install --path cli", "builds the program again"),
+    ("cargo install --locked --path cli", "builds the program again"),
     ("scripts/test", "runs this test"),
     ("scripts/gpu-bench ", "needs a CUDA device"),
     ("python3 -m pip download ", "reaches PyPI"),
