@@ -43,6 +43,10 @@ golden:
     "$(scripts/environment)" testdata/spec_tables.py
     git status --short testdata/v1 testdata/v1.2 testdata/v1.3 spec
 
+# The documents as pages for a browser, in target/site; with --serve also shown
+site *arguments:
+    scripts/site {{arguments}}
+
 # All that continuous integration runs
 ci:
     .ci/run
