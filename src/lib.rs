@@ -126,7 +126,7 @@ pub use merge::{Merge, MergeReport};
 pub use publish::{OutputFile, Temporaries, TemporaryFolder};
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
 pub use rectangle::Rectangle;
-pub use safetensors::SafetensorsCheckpoint;
+pub use safetensors::{SafetensorsCheckpoint, check_neighbours};
 pub use slice::{FusedSlices, Slice, SliceCheckpoint, SliceMut};
 #[cfg(feature = "mmap")]
 pub use source::MappedSource;

@@ -49,6 +49,8 @@ pub struct Report {
     tensors: u64,
     target_bytes: u64,
     digests_checked: bool,
+    /// Files that programs would have read instead of the output.
+    removed: Vec<String>,
     payload_digests: PayloadDigests,
     #[serde(skip)]
     needs_base: bool,
@@ -100,6 +102,7 @@ impl Apply {
             tensors: report.tensors,
             target_bytes: report.bytes,
             digests_checked: report.digests_checked,
+            removed: report.removed,
             payload_digests: report.payload_digests,
             needs_base,
             copy: opened.copy(&self.output),
@@ -143,6 +146,9 @@ impl fmt::Display for Report {
                 ),
             ),
         ];
+        if !self.removed.is_empty() {
+            facts.push(("removed", format!("what programs would have read instead: {}", text::some(&self.removed))));
+        }
         facts.extend(self.copy.iter().map(|copy| ("copy", format!("the base's folder has other files: {copy}"))));
         text::facts(f, &facts)
     }

@@ -21,12 +21,13 @@ pub fn catch() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default())?;
     let ignored = ignored();
     let caught: Vec<_> = ENDING.into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect();
+    // Before RECEIVED can be set: each signal that sets it must also reach the thread.
+    let mut signals = Signals::new(&caught)?;
     let received = RECEIVED.get_or_init(Arc::default);
     for &signal in &caught {
         flag::register_conditional_default(signal, received.clone())?; // first, so that only a second signal ends the process
         flag::register(signal, received.clone())?;
     }
-    let mut signals = Signals::new(&caught)?;
     let temporaries = Temporaries::track();
     let wait = move || {
         if let Some(signal) = signals.forever().next() {

@@ -134,6 +134,8 @@ class ApplyReport:
     digests_checked: bool
     #: Which payloads were compared with the digests that the pair digest covers: ``"all"``, ``"each_read"`` or ``"not_compared"``.
     payload_digests: str
+    #: Files of the output's folder that programs would have read instead of the output. With ``replace=True`` they were removed.
+    removed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

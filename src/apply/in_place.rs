@@ -184,6 +184,7 @@ impl<B: Source> InPlaceRun<'_, B> {
             bytes,
             digests_checked: self.mode == InPlace::AllChecked && self.digests,
             payload_digests: Compared::new(self.pair, chunks_read).finish()?,
+            removed: Vec::new(),
         })
     }
 

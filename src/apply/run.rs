@@ -32,7 +32,7 @@ pub trait Sink: Sync {
 }
 
 /// The result of an application.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ApplyReport {
     /// Number of rebuilt tensors.
@@ -43,6 +43,8 @@ pub struct ApplyReport {
     pub digests_checked: bool,
     /// Whether payloads were compared with the digests that the pair digest covers.
     pub payload_digests: PayloadDigests,
+    /// Files of the output's folder that programs would have read instead of the output. They were removed when it was published.
+    pub removed: Vec<String>,
 }
 
 /// The parameters and the state of one application.
@@ -280,6 +282,7 @@ impl<'a, B: Source> Run<'a, B> {
             bytes: self.selected().map(|tensor| tensor.bytes()).sum(),
             digests_checked: self.digests,
             payload_digests,
+            removed: Vec::new(),
         }
     }
 

@@ -229,6 +229,7 @@ pub(super) fn rebuild<B: Source>(mut run: Run<'_, B>, mut held: Memories<'_>) ->
         bytes: held.slices.iter().map(|slice| slice.range.len() as u64).sum(),
         digests_checked: run.digests && run.selected.len() == plan.touched.len(),
         payload_digests: compared.finish()?,
+        removed: Vec::new(),
     })
 }
 
@@ -307,6 +308,7 @@ pub(super) fn in_place<B: Source>(
         bytes: held.slices.iter().map(|slice| slice.range.len() as u64).sum(),
         digests_checked: mode == InPlace::AllChecked && digests && plan.touched.iter().all(Touched::is_complete),
         payload_digests: Compared::new(pair, plan.chunks()).finish()?,
+        removed: Vec::new(),
     })
 }
 

@@ -47,7 +47,8 @@ pub(super) fn write(
     let file = publication.add(path)?;
     let error = |e| Error::io("write", path, e);
     reserve(&file, composed.size()).and_then(|()| (&*file).write_all(&composed.content)).map_err(error)?;
-    let mut report = ApplyReport { tensors: 0, bytes: 0, digests_checked: true, payload_digests: PayloadDigests::All };
+    let (payload_digests, removed) = (PayloadDigests::All, Vec::new());
+    let mut report = ApplyReport { tensors: 0, bytes: 0, digests_checked: true, payload_digests, removed };
     let mut rest = &tensors[..];
     while let Some(first) = rest.first() {
         let is_near = |end: u64| end - first.offset <= group_bytes;
@@ -65,7 +66,7 @@ pub(super) fn write(
         file.write_all_at(&bytes, composed.content.len() as u64 + first.offset).map_err(error)?;
         rest = next;
     }
-    publication.commit_after(progress, &|| neighbours.stale())?;
+    report.removed = publication.commit_after(progress, &|| neighbours.stale())?;
     Ok(report)
 }
 

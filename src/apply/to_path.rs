@@ -61,8 +61,8 @@ pub(super) fn write<B: Source>(
     let mut publication = neighbours.publication();
     let report = stage(run, &outputs, locations, &mut publication, paths)?;
     // Look again: other files may have appeared during the work.
-    publication.commit_after(run.progress, &|| neighbours.stale())?;
-    Ok(report)
+    let removed = publication.commit_after(run.progress, &|| neighbours.stale())?;
+    Ok(ApplyReport { removed, ..report })
 }
 
 /// Writes the outputs to files that get their names later, when they are published.

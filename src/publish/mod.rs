@@ -17,7 +17,6 @@ mod tests;
 
 pub(crate) use courtesy::reserve;
 pub(crate) use lock::between_publications;
-pub(crate) use output::check_free;
 pub use output_file::OutputFile;
 pub(crate) use overlap::check_apart;
 pub use temporaries::{Temporaries, TemporaryFolder};
@@ -169,15 +168,16 @@ impl Publication {
     /// - [`Error::Io`] of kind `TimedOut` if another process holds a lock on the folder for longer than [`LOCK_TIMEOUT`].
     /// - [`Error::Cancelled`] from `progress`.
     pub fn commit(self, progress: Progress<'_>) -> Result<()> {
-        self.commit_after(progress, &|| Ok(Vec::new()))
+        self.commit_after(progress, &|| Ok(Vec::new())).map(drop)
     }
 
     /// Like [`Publication::commit`], but first calls `stale`, with the lock held and before the first file gets its name. The files
-    /// that it returns are removed in this order, while the barrier exists. A new folder takes no lock and has no stale files.
+    /// that it returns are removed in this order, while the barrier exists. A new folder takes no lock and has no stale files. Returns
+    /// the names of the files that were removed.
     ///
     /// # Errors
     /// The errors of [`Publication::commit`] and of `stale`.
-    pub fn commit_after(mut self, progress: Progress<'_>, stale: &dyn Fn() -> Result<Vec<PathBuf>>) -> Result<()> {
+    pub fn commit_after(mut self, progress: Progress<'_>, stale: &dyn Fn() -> Result<Vec<PathBuf>>) -> Result<Vec<String>> {
         if self.files.len() > OpenFiles::MAX {
             sync_many(&*self.file(0)?);
         }
@@ -194,7 +194,7 @@ impl Publication {
         progress.done(0)?;
         let files = std::mem::take(&mut self.files);
         if let Destination::NewFolder(path) = &self.destination {
-            return self.commit_new_folder(path, files);
+            return self.commit_new_folder(path, files).map(|()| Vec::new());
         }
         let folder = Folder::open(&self.folder)?;
         let _lock = FolderLock::take(&folder, &self.folder, FlockOperation::NonBlockingLockExclusive, self.lock_timeout, progress)?;
@@ -208,7 +208,8 @@ impl Publication {
                 self.commit_folder(&folder, barrier, files, &stale)
             }
             _ => self.commit_files(&folder, files),
-        }
+        }?;
+        Ok(stale.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned())).collect())
     }
 
     fn commit_files(&self, folder: &Folder, files: Vec<Output>) -> Result<()> {

@@ -22,7 +22,7 @@ const KNOWN: [(&[u8], &str); 20] = [
     (b"\x93NUMPY", "a NumPy array: save it with safetensors.numpy.save_file"),
     (&INDEX_MAGIC, "the index of a pair, not a checkpoint"),
     (&BLOB_MAGIC, "the blob of a pair, not a checkpoint"),
-    (b"\x1f\x8b", COMPRESSED),
+    (b"\x1f\x8b\x08", COMPRESSED),
     (b"\x28\xb5\x2f\xfd", COMPRESSED),
     (b"\xfd7zXZ", COMPRESSED),
     (b"7z\xbc\xaf", COMPRESSED),
@@ -47,7 +47,7 @@ pub(super) fn recognize(file: &FileSource) -> Option<&'static str> {
         return None;
     }
     // A length that a header may have is no magic number of two bytes: the length 640 begins like a pickle.
-    let least = if length >> 32 == 0 { 4 } else { 0 };
+    let least = if length >> 32 == 0 { 3 } else { 0 };
     let text = start.strip_prefix(BOM).unwrap_or(&start).trim_ascii_start();
     let begins = |bytes: &[u8], with: &[u8]| bytes.get(..with.len()).is_some_and(|bytes| bytes.eq_ignore_ascii_case(with));
     let (_, what) = KNOWN.iter().find(|(magic, _)| magic.len() >= least && (begins(&start, magic) || begins(text, magic)))?;

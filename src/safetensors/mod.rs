@@ -21,3 +21,4 @@ pub(crate) use layout::{
     Location, Locations, Output, check_composable, check_target_files, compose, display_name, outputs, target_metadata,
 };
 pub(crate) use neighbours::Neighbours;
+pub use neighbours::check_neighbours;

@@ -170,7 +170,10 @@ impl Branch {
                 }
             }
         }
-        self.check(number)?;
+        // Of one that was pruned because it is damaged, nothing is left.
+        if !self.pruned.contains(&number) {
+            self.check(number)?;
+        }
         Ok(self.manifests.get(&number).and_then(Manifest::version))
     }
 

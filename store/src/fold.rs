@@ -144,7 +144,7 @@ impl Fold {
         })?;
         let chain = Chain::new(&base, &pairs)?;
         let encode = Encode::fold(&chain).options(options.encode.clone().payload_digests(true)).watch(cache.watch);
-        let (index, pair) = upload_pair(prefix, id, encode)?;
+        let (index, pair) = upload_pair(prefix, id, encode, self.to.tensor_bytes)?;
         // Its tensors are those of the version, and in the same parts.
         check_pair(&self.to, &index)?;
         let (from, to) = (self.from.reference(), self.to.reference());

@@ -1,7 +1,7 @@
 //! A local folder as an object store: the regular files below it. Links and special files are no objects, and nothing is read, written
 //! or removed behind them.
 
-use crate::names::{BRANCHES, LEASES, SHORTCUTS, STORE};
+use crate::names::{self, BRANCHES, LEASES, SHORTCUTS, STORE};
 use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
 use object_store::local::LocalFileSystem;
@@ -48,19 +48,22 @@ impl Folder {
 
     /// Refuses a folder that is no store, so that nothing is written to what is left where a store was.
     fn check(&self) -> Result<()> {
-        match self.root.join(STORE).symlink_metadata() {
-            Ok(found) if found.is_file() => Ok(()),
-            _ => Err(Error::NotSupported { source: Vanished(self.root.display().to_string()).into() }),
+        match self.find(&ObjectPath::from(STORE))? {
+            Some(_) => Ok(()),
+            None => Err(Error::NotSupported { source: Vanished(self.root.display().to_string()).into() }),
         }
     }
 
-    /// The file of an object, if it is a regular one in folders that are no links.
+    /// The file of an object.
+    ///
+    /// # Errors
+    /// [`Error::NotSupported`] if it is no regular file, or in folders that are links: what is behind links is not the store's.
     fn find(&self, location: &ObjectPath) -> Result<Option<Metadata>> {
         let mut path = self.root.to_path_buf();
         let mut found = None;
         for part in location.parts() {
-            if found.as_ref().is_some_and(|before: &Metadata| !before.is_dir()) {
-                return Ok(None);
+            if let Some(before) = found.as_ref().filter(|before: &&Metadata| !before.is_dir()) {
+                return Err(unexpected(&path, before.file_type()));
             }
             path.push(part.as_ref());
             found = match path.symlink_metadata() {
@@ -69,7 +72,10 @@ impl Folder {
                 Err(e) => return Err(failed(&path, e)),
             };
         }
-        Ok(found.filter(Metadata::is_file))
+        match found {
+            Some(found) if !found.is_file() => Err(unexpected(&path, found.file_type())),
+            found => Ok(found),
+        }
     }
 
     fn found(&self, location: &ObjectPath) -> Result<Metadata> {
@@ -100,7 +106,8 @@ impl Folder {
         Ok(())
     }
 
-    /// The regular files below a folder. If a list without some of them would be dangerous, links and special files are refused.
+    /// The regular files below a folder. If a list without some of them would be dangerous, anything else is refused that has the name
+    /// of an object or a folder of the store.
     fn walk(&self, prefix: Option<&ObjectPath>, after: Option<&ObjectPath>) -> Result<Vec<ObjectMeta>> {
         self.check()?;
         let prefix = prefix.cloned().unwrap_or_default();
@@ -136,6 +143,10 @@ impl Folder {
                     continue;
                 };
                 let kind = entry.file_type().map_err(|e| failed(&entry.path(), e))?;
+                let (is_object, is_folder) = (names::is_of_store(location.as_ref()), names::is_folder(location.as_ref()));
+                if is_strict && (is_object && !kind.is_file() || is_folder && !kind.is_dir()) {
+                    return Err(unexpected(&entry.path(), kind));
+                }
                 if kind.is_dir() {
                     open.push((entry.path(), location));
                 } else if kind.is_file() {
@@ -145,8 +156,6 @@ impl Folder {
                         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(&entry.path(), e)),
                         _ => {}
                     }
-                } else if is_strict {
-                    return Err(unexpected(&entry.path(), kind));
                 }
             }
         }
@@ -196,9 +205,11 @@ fn lacks_hard_links(folder: &Path) -> bool {
 }
 
 fn unexpected(path: &Path, found: FileType) -> Error {
-    let found = match found.is_symlink() {
-        true => "a link",
-        false => "a special file",
+    let found = match found {
+        _ if found.is_symlink() => "a link",
+        _ if found.is_dir() => "a folder",
+        _ if found.is_file() => "a file",
+        _ => "a special file",
     };
     let source = format!("expected a file or a folder of the store, found {found}: {}", path.display()).into();
     Error::NotSupported { source }

@@ -16,7 +16,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use tpde::{Apply, Escaped, Rectangle, TemporaryFolder, Tensor, ValidatedIndex, Watch};
+use tpde::{Apply, Escaped, Rectangle, TemporaryFolder, Tensor, ValidatedIndex, Watch, check_neighbours};
 
 /// Returns the wanted rectangle of each wanted tensor, by name: [`Rectangle::whole`] for a whole tensor.
 pub type SelectTensors<'a> = dyn Fn(&ValidatedIndex) -> tpde::Result<BTreeMap<String, Rectangle>> + 'a;
@@ -128,7 +128,15 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let Some(name) = output.file_name() else {
         return Err(Error::InvalidArgument(format!("{} names no file or folder", Escaped(&output.display().to_string()))));
     };
+    check_neighbours(output)?;
     let parent = parent_of(output);
+    for (what, path) in [("an output", Some(output)), ("a cache", options.cache.as_deref())] {
+        let Some((path, store)) = path.zip(prefix.remote.folder()) else { continue };
+        if path.ancestors().find_map(|path| path.canonicalize().ok()).is_some_and(|place| place.starts_with(store)) {
+            let [store, path] = [store, path].map(|path| Escaped(&path.display().to_string()).to_string());
+            return Err(Error::InvalidArgument(format!("expected {what} outside of the store {store}, found {path}")));
+        }
+    }
     if let Some(cache) = options.cache.as_deref().filter(|cache| is_within(cache, output)) {
         let [cache, output] = [cache, output].map(|path| Escaped(&path.display().to_string()).to_string());
         return Err(Error::InvalidArgument(format!("expected a cache outside of the output {output}, found {cache}")));
@@ -153,6 +161,7 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
         rebuild(&cache, &version, &Base::open(route, &have, pairs)?, &staged, options)
     });
     let outcome = reached.and_then(|((), left_out)| {
+        check_neighbours(output)?; // files may have appeared during the work
         staged.publish(REBUILT, output)?;
         Ok(GetReport { version, left_out })
     });
@@ -280,7 +289,7 @@ fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", path, e))
 }
 
-fn parent_of(path: &Path) -> &Path {
+pub(crate) fn parent_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

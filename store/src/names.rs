@@ -170,6 +170,18 @@ pub(crate) fn is_of_store(object: &str) -> bool {
     object == STORE || of_object(object).is_some() || of_shortcut(object).is_some() || is_of_version || is_of_call
 }
 
+/// Whether a folder of this name holds manifests or leases: that of a branch, or one for shortcuts.
+pub(crate) fn is_folder(object: &str) -> bool {
+    let is_branch = |name: &str| check_branch(name).is_ok();
+    let is_number = |text: &str| text.len() == 10 && text.bytes().all(|byte| byte.is_ascii_digit());
+    match object.split('/').collect::<Vec<_>>()[..] {
+        [BRANCHES, branch] | [SHORTCUTS, branch] => is_branch(branch),
+        [SHORTCUTS, branch, number] => is_branch(branch) && is_number(number),
+        [SHORTCUTS, branch, number, from] => is_branch(branch) && is_number(number) && is_branch(from) && !from.ends_with(".json"),
+        _ => false,
+    }
+}
+
 /// Names of branches have ASCII letters, digits, `.`, `_` and `-`, and do not begin with `.`.
 pub(crate) fn check_branch(name: &str) -> Result<(), String> {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);

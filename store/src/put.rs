@@ -4,6 +4,7 @@ use crate::catalog::Catalog;
 use crate::digest::{Digest, UploadId};
 use crate::download::Cache;
 use crate::error::{Error, Result};
+use crate::get::parent_of;
 use crate::lease::Lease;
 use crate::local::LocalFolder;
 use crate::manifest::{Content, SinceAnchor, Stored, StoredFile, StoredPair, Version, check_size};
@@ -132,7 +133,10 @@ pub(crate) fn put(prefix: &Prefix, checkpoint: impl AsRef<Path>, options: &PutOp
         let reason = format!("the checkpoint {path} contains the store {}, into which it is to be put", store.display());
         return Err(Error::InvalidArgument(reason));
     }
-    put_checkpoint(prefix, &SafetensorsCheckpoint::open(path)?, path.is_dir().then_some(path), options)
+    // The other files of a shard index are those of its folder.
+    let is_index = || path.extension().is_some_and(|extension| extension == "json");
+    let folder = if path.is_dir() { Some(path) } else { is_index().then(|| parent_of(path)) };
+    put_checkpoint(prefix, &SafetensorsCheckpoint::open(path)?, folder, options)
 }
 
 /// The head of the branch, the parent of the next version, and that version without its content.
@@ -220,7 +224,16 @@ impl Put<'_> {
         let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
         let mut without_parent = encode.clone();
         without_parent.renamed.clear();
-        let pair_files = match (&options.anchor, &parent) {
+        let folder_of_pairs;
+        let base = match (&options.anchor, &parent) {
+            (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
+                folder_of_pairs = LocalFolder::temporary()?;
+                let cache = Cache { remote: &prefix.remote, folder: &folder_of_pairs, watch };
+                if_reachable(Base::reach(&mut catalog, &cache, parent, &have))?.map(|base| (parent, base))
+            }
+            _ => None,
+        };
+        let pair_files = match (&options.anchor, &base) {
             (Anchor::External { hint }, _) => {
                 // Encoded against itself, only to form its digests. Nothing of it is kept.
                 let pair = Encode::new(target).base(target).options(without_parent).watch(watch).to_memory()?.0;
@@ -229,19 +242,18 @@ impl Put<'_> {
                 version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: version.tensor_bytes });
                 file_names(pair.index())
             }
-            (Anchor::ByRule, Some(parent)) if !needs_anchor(prefix, &mut catalog, parent)? => {
-                let folder = LocalFolder::temporary()?;
-                let cache = Cache { remote: &prefix.remote, folder: &folder, watch };
-                let base = Base::reach(&mut catalog, &cache, parent, &have)?;
+            (_, Some((parent, base))) => {
                 let chain = base.chain()?;
-                let (index, pair) = upload_pair(prefix, id, Encode::new(target).base(&chain).options(encode).watch(watch))?;
+                let encode = Encode::new(target).base(&chain).options(encode).watch(watch);
+                let (index, pair) = upload_pair(prefix, id, encode, version.tensor_bytes)?;
                 version.state = state(&index);
                 version.since_anchor = behind(&mut catalog, parent, &pair)?;
                 version.content = Content::Difference(pair);
                 file_names(&index)
             }
             _ => {
-                let (index, pair) = upload_pair(prefix, id, Encode::new(target).options(without_parent).watch(watch))?;
+                let encode = Encode::new(target).options(without_parent).watch(watch);
+                let (index, pair) = upload_pair(prefix, id, encode, version.tensor_bytes)?;
                 version.state = state(&index);
                 version.since_anchor = Some(SinceAnchor { pairs: 0, bytes: 0, anchor_bytes: pair.bytes() });
                 version.content = Content::Whole(pair);
@@ -351,6 +363,17 @@ pub(crate) fn needs_anchor(prefix: &Prefix, catalog: &mut Catalog<'_>, parent: &
     Ok(is_long || is_large)
 }
 
+/// The base, unless a version that it needs is gone.
+fn if_reachable(base: Result<Base>) -> Result<Option<Base>> {
+    match base {
+        Err(error @ Error::Unreachable { .. }) => {
+            tracing::warn!("the version is stored whole: {error}");
+            Ok(None)
+        }
+        outcome => outcome.map(Some),
+    }
+}
+
 /// What leads to a version from the last anchor. If its manifest does not say so, its way is searched for.
 fn since_anchor(catalog: &mut Catalog<'_>, version: &Version) -> Result<Option<SinceAnchor>> {
     match version.since_anchor {
@@ -370,11 +393,15 @@ fn behind(catalog: &mut Catalog<'_>, parent: &Version, pair: &StoredPair) -> Res
 }
 
 /// Encodes a pair, and uploads its blob meanwhile.
-pub(crate) fn upload_pair(prefix: &Prefix, id: UploadId, encode: Encode<'_>) -> Result<(ValidatedIndex, StoredPair)> {
+pub(crate) fn upload_pair(
+    prefix: &Prefix,
+    id: UploadId,
+    encode: Encode<'_>,
+    tensor_bytes: u64,
+) -> Result<(ValidatedIndex, StoredPair)> {
     // A segment of the parent's pair is uploaded too: that pair may be replaced by a shortcut and removed.
     let known = Known::new();
-    let upload = Upload::new(prefix, id, &known);
-    upload.check_memory()?;
+    let upload = Upload::new(prefix, id, &known).beside_encoder(tensor_bytes)?;
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;
     if let [first, ..] = &streamed.report.unused[..] {

@@ -102,6 +102,16 @@ fn named(route: &Route, error: Error) -> Error {
     }
 }
 
+/// Whether an error comes from this machine or the object store, and not from what is stored.
+pub(crate) fn is_of_system(error: &Error) -> bool {
+    use tpde::Error as E;
+    let is_of_machine = |error: &E| matches!(error, E::Io { .. } | E::Changed { .. } | E::Cancelled);
+    match error {
+        Error::Tpde(error) => is_of_machine(error),
+        _ => matches!(error, Error::Request { .. } | Error::NotAStore { .. } | Error::Replaced { .. }),
+    }
+}
+
 /// Whether an error says that what was read is damaged, or does not fit.
 pub(crate) fn is_damage(error: &Error) -> bool {
     use tpde::Error as E;

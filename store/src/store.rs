@@ -459,11 +459,21 @@ impl Store {
     /// derives from them is lost, unless a shortcut skips them.
     ///
     /// # Errors
-    /// [`Error::Schema`] for a manifest that a newer version of this crate may read; the errors of requests.
+    /// [`Error::NoVersion`]; [`Error::InvalidArgument`] for a manifest that may be a deletion; [`Error::Schema`] for one that a newer
+    /// version of this crate may read; the errors of requests.
     pub fn prune_damaged(&self, branch: &str) -> Result<PruneReport> {
         names::check_branch(branch).map_err(Error::InvalidArgument)?;
         let mut catalog = self.0.catalog()?;
         let found = catalog.sound_and_damaged(branch)?;
+        if found.versions().next().is_none() && found.live_damaged().next().is_none() {
+            return Err(Error::NoVersion { version: branch.to_owned() });
+        }
+        let is_marked = |number: u64| found.marked().any(|marked| *marked == number);
+        if let Some((number, _)) = found.live_damaged().find(|(number, _)| is_marked(*number)) {
+            let object = names::manifest(branch, number);
+            let reason = format!("{object} is damaged, and may be the deletion of the branch: delete the branch once more");
+            return Err(Error::InvalidArgument(reason));
+        }
         let mut report = PruneReport { kept: found.versions().count() as u64, ..PruneReport::default() };
         for (number, _) in found.live_damaged() {
             self.0.mark_pruned(branch, number)?;

@@ -26,6 +26,8 @@ pub(crate) struct Upload<'a> {
     /// All segments but the first.
     segments: Vec<Segment>,
     pending: VecDeque<Pending<Result<()>>>,
+    /// Memory in bytes that is left to others.
+    left: usize,
     failure: Failure,
 }
 
@@ -57,13 +59,21 @@ impl<'a> Upload<'a> {
             current: Vec::new(),
             segments: Vec::new(),
             pending: VecDeque::new(),
+            left: 0,
             failure: Failure::default(),
         }
     }
 
-    /// Returns an error if the system would refuse the memory that segments leave to others.
-    pub fn check_memory(&self) -> Result<()> {
-        reserve(&mut Vec::new(), self.segment_bytes)
+    /// The same upload of a pair, whose segments leave memory to the encoder of `tensor_bytes`: if the system refuses a small buffer, the
+    /// process ends.
+    ///
+    /// # Errors
+    /// The system would refuse this memory already now.
+    pub fn beside_encoder(self, tensor_bytes: u64) -> Result<Self> {
+        const MOST: u64 = 128 << 20;
+        let left = tensor_bytes.saturating_mul(4).saturating_add(16 << 20).min(MOST) as usize;
+        reserve(&mut Vec::new(), 0, left)?;
+        Ok(Self { left, ..self })
     }
 
     pub fn failure(&self) -> Failure {
@@ -136,22 +146,19 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// Memory that segments leave to encoders and requests: if the system refuses a small buffer, the process ends.
-const LEFT: usize = 128 << 20;
-
-/// Reserves memory for `more` bytes of a segment, if the system would give [`LEFT`] besides.
-fn reserve(segment: &mut Vec<u8>, more: usize) -> Result<()> {
-    let mut left = Vec::<u8>::new();
-    let reserved = segment.try_reserve_exact(more).and_then(|()| left.try_reserve_exact(LEFT));
+/// Reserves memory for `more` bytes of a segment, if the system would give `left` bytes besides.
+fn reserve(segment: &mut Vec<u8>, more: usize, left: usize) -> Result<()> {
+    let mut others = Vec::<u8>::new();
+    let reserved = segment.try_reserve_exact(more).and_then(|()| others.try_reserve_exact(left));
     // Otherwise an allocation that nobody uses is optimised away.
-    std::hint::black_box(&mut left);
+    std::hint::black_box(&mut others);
     reserved.map_err(|_| no_memory("a segment"))
 }
 
 /// A buffer of `size` bytes.
 fn zeroed(size: usize) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    reserve(&mut bytes, size)?;
+    reserve(&mut bytes, size, 0)?;
     bytes.resize(size, 0);
     Ok(bytes)
 }
@@ -163,7 +170,7 @@ impl Write for Upload<'_> {
         let least = if self.current.is_empty() { 1 << 20 } else { self.current.len() };
         if self.current.capacity() - self.current.len() < size {
             let more = least.max(size).min(self.segment_bytes - self.current.len());
-            reserve(&mut self.current, more).map_err(|error| fail(&self.failure, error))?;
+            reserve(&mut self.current, more, self.left).map_err(|error| fail(&self.failure, error))?;
         }
         self.current.extend_from_slice(&bytes[..size]);
         if self.current.len() == self.segment_bytes {

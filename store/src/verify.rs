@@ -9,7 +9,7 @@ use crate::local::LocalFolder;
 use crate::manifest::{Segment, StoredPair, Version};
 use crate::prefix::{NOBODY, Prefix};
 use crate::put::Base;
-use crate::reach::is_damage;
+use crate::reach::{is_damage, is_of_system};
 use crate::remote::Remote;
 use crate::report::pairs_to;
 use crate::route::{self, Have, Start};
@@ -56,7 +56,7 @@ pub(crate) fn verify(prefix: &Prefix, branch: Option<&str>, rebuild: bool) -> Re
         match verify_one(prefix, &mut catalog, version, rebuild, &mut checked, &mut report.shortcuts) {
             Ok(bytes) => report.bytes += bytes,
             Err(Error::External { .. }) => report.external.push(version.name()),
-            Err(error @ Error::Request { .. }) => return Err(error),
+            Err(error) if is_of_system(&error) => return Err(error),
             Err(error) => _ = report.faults.insert(version.name(), error.to_string()),
         }
     }

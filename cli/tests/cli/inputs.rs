@@ -286,6 +286,7 @@ fn files_of_other_formats_are_named() {
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b"\x1f\x8b\x08\0\0\0\0\x03", "compressed"),
         (b"PK\x03\x04\0\0\0\0\0\0", "torch.load"),
+        (b"\x1f\x8b\x08\0\0\0\0\0\0\x03", "compressed"),
         (b"\x80\x02\0\0\0\0\0\0{}", "longer than the file"), // a header of 640 bytes, cut short
     ] {
         fs::write(place.path("file.safetensors"), content).unwrap();

@@ -2,6 +2,7 @@
 
 use crate::common::place::*;
 use crate::common::*;
+use serde_json::json;
 use std::fs;
 
 #[test]
@@ -189,28 +190,27 @@ fn stale_weights_beside_an_output_are_refused_or_go_with_it() {
     let index = "model.safetensors.index.json";
     for stale in [
         "model.safetensors",
-        "model.fp16.safetensors",
         "model-00001-of-00003.safetensors",
         "diffusion_pytorch_model.safetensors",
         "diffusion_pytorch_model.safetensors.index.json",
         "consolidated.safetensors",
         "consolidated.safetensors.index.json",
         "adapter_model.safetensors",
-        "model.safetensors.index.fp16.json",
     ] {
+        let others = ["config.json", "lora.safetensors", "pytorch_model.bin", "model.ema.safetensors"];
         fs::create_dir(place.path("out")).unwrap();
-        for name in [stale, "config.json", "lora.safetensors", "pytorch_model.bin"] {
+        for name in others.iter().chain([&stale]) {
             fs::write(place.path("out").join(name), "old").unwrap();
         }
         let error = place.fails("apply base shards -o out", DATA, stale);
         assert!(error["message"].as_str().unwrap().contains("--force"), "{error}");
-        assert_eq!(fs::read_dir(place.path("out")).unwrap().count(), 4, "nothing was written beside {stale}");
-        place.ok("apply base shards -o out -f");
+        assert_eq!(fs::read_dir(place.path("out")).unwrap().count(), 5, "nothing was written beside {stale}");
+        assert_eq!(place.json("apply base shards -o out -f")["removed"], json!([stale]));
         assert!(!place.path("out").join(stale).exists(), "{stale}");
         for name in ["model-00001-of-00002.safetensors", index] {
             place.assert_same(&format!("out/{name}"), &format!("target/{name}"));
         }
-        for name in ["config.json", "lora.safetensors", "pytorch_model.bin"] {
+        for name in others {
             assert_eq!(place.read(&format!("out/{name}")), b"old");
         }
         fs::remove_dir_all(place.path("out")).unwrap();
@@ -248,6 +248,36 @@ fn stale_shards_beside_a_file_are_refused_or_go_with_it() {
             expected.sort();
             assert_eq!(left, expected, "{name} is there");
             fs::remove_dir_all(place.path("out")).unwrap();
+        }
+    }
+}
+
+/// A program reads a variant only if it is asked for, and an adapter beside the weights of a model.
+#[test]
+fn an_adapter_or_a_variant_replaces_no_other_weights() {
+    let place = sharded();
+    let others = [
+        "model.safetensors",
+        "model.ema.safetensors",
+        "model.fp16-00001-of-00002.safetensors",
+        "diffusion_pytorch_model.safetensors",
+    ];
+    fs::create_dir(place.path("out")).unwrap();
+    for name in others {
+        fs::write(place.path("out").join(name), "other").unwrap();
+    }
+    for (name, stale) in [
+        ("adapter_model.safetensors", "adapter_model.safetensors.index.json"),
+        ("model.bf16.safetensors", "model.bf16-00001-of-00002.safetensors"),
+        ("model.v1.safetensors", "model.safetensors.index.v1.json"),
+    ] {
+        let apply = format!("apply base.safetensors pair -o out/{name} -f");
+        assert_eq!(place.json(&apply)["removed"], json!([]));
+        fs::write(place.path("out").join(stale), "old").unwrap();
+        let run = place.ok(&apply);
+        assert!(run.out.contains(&format!("what programs would have read instead: {stale}")), "{}", run.out);
+        for name in others {
+            assert_eq!(place.read(&format!("out/{name}")), b"other");
         }
     }
 }

@@ -227,3 +227,26 @@ fn put_says_that_a_base_is_not_used() {
     place.ok("store get st main@1 -o back.safetensors");
     place.assert_same("back.safetensors", "target.safetensors");
 }
+
+#[test]
+fn a_verification_without_room_for_temporary_files_finds_no_damage() {
+    let place = Place::with_pair();
+    place.ok("store init versions");
+    place.ok("store put versions base.safetensors");
+    let run = place.command("sh", &["-c", &format!("TMPDIR=/nonexistent exec {TPDE} store verify versions --rebuild")]);
+    assert_eq!((run.code, run.err.contains("temporary folder")), (SYSTEM, true), "{}", run.err);
+    place.ok("store verify versions --rebuild");
+}
+
+#[test]
+fn a_shard_index_stands_for_its_folder() {
+    let place = Place::new();
+    write_folder(&place.path("model"), &[&model()[..1], &model()[1..]]);
+    fs::write(place.path("model/config.json"), "{}").unwrap();
+    place.ok("store init versions");
+    place.ok("store put versions model/model.safetensors.index.json");
+    place.ok("store get versions main -o out");
+    for name in ["config.json", "model.safetensors.index.json"] {
+        place.assert_same(&format!("out/{name}"), &format!("model/{name}"));
+    }
+}

@@ -63,9 +63,9 @@ fn gc_removes_nothing_behind_links_and_nothing_with_another_name() {
     }
     check(&store, "main", &Weights::new(1), &GetOptions::default());
     // Where a list without something would be dangerous, a link is an error.
-    for folder in ["branches", "leases", "shortcuts"] {
-        fs::create_dir_all(place.at("store").join(folder)).unwrap();
-        let link = place.at("store").join(folder).join("other");
+    for name in ["branches/other", "leases/00000000000000000000000000000000.json", "shortcuts/other"] {
+        let link = place.at("store").join(name);
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
         symlink(place.at("documents"), &link).unwrap();
         let error = store.gc().unwrap_err();
         assert!(error.to_string().contains("found a link"), "{error}");
@@ -128,6 +128,75 @@ fn special_files_and_links_in_a_store_are_errors_and_no_call_waits_for_them() {
             }
         }
     }
+}
+
+/// A list without the versions of a branch would make `gc` remove what they use.
+#[test]
+fn what_has_a_name_of_the_store_is_a_file_or_a_folder_as_it_should_be() {
+    let place = Place::new();
+    let store = two_versions(&place);
+    let objects = || fs::read_dir(place.at("store/objects")).unwrap().count();
+    let before = objects();
+    let (branch, manifest) = (place.at("store/branches/main"), place.at("store/branches/main/0000000001.json"));
+    let refused = |found: &str| {
+        std::thread::sleep(Duration::from_secs(3));
+        let outcomes = [
+            at(&place).gc().err(),
+            at(&place).get("main", place.at("out"), &GetOptions::default()).err(),
+            at(&place).put(place.file(&Weights::new(3)), &PutOptions::default()).err(),
+        ];
+        for error in outcomes.map(Option::unwrap) {
+            assert!(error.to_string().contains(found), "{error}");
+        }
+        assert_eq!(objects(), before);
+    };
+    fs::rename(&branch, place.at("branch")).unwrap();
+    fs::write(&branch, "no folder").unwrap();
+    refused("found a file");
+    fs::remove_file(&branch).unwrap();
+    fs::rename(place.at("branch"), &branch).unwrap();
+    fs::rename(&manifest, place.at("manifest")).unwrap();
+    fs::create_dir(&manifest).unwrap();
+    refused("found a folder");
+    fs::remove_dir(&manifest).unwrap();
+    fs::rename(place.at("manifest"), &manifest).unwrap();
+    // What has other names is not the store's.
+    fs::create_dir_all(place.at("store/shortcuts/main/drafts")).unwrap();
+    for (number, folder) in ["branches/main", "shortcuts/main/drafts", "leases"].into_iter().enumerate() {
+        fs::create_dir_all(place.at("store").join(folder)).unwrap();
+        fifo(&place.at("store").join(folder).join("notes.txt"));
+        symlink("/nonexistent", place.at("store").join(folder).join(format!("link-{number}!"))).unwrap();
+    }
+    store.gc().unwrap();
+    check(&at(&place), "main@0", &Weights::new(0), &GetOptions::default());
+    assert_eq!(at(&place).put(place.file(&Weights::new(3)), &PutOptions::default()).unwrap().number, 2);
+    // Objects behind a link are not damaged, and the error says what is there.
+    fs::rename(place.at("store/objects"), place.at("objects")).unwrap();
+    symlink(place.at("objects"), place.at("store/objects")).unwrap();
+    for error in [
+        at(&place).get("main", place.at("out"), &GetOptions::default()).err().unwrap(),
+        at(&place).verify(None, false).err().unwrap(),
+    ] {
+        assert!(error.to_string().contains("found a link"), "{error}");
+    }
+}
+
+#[test]
+fn nothing_is_written_into_the_store_itself_or_beside_weights_that_programs_prefer() {
+    let place = Place::new();
+    let store = two_versions(&place);
+    for name in ["store/out", "store/branches/out/new", "store/objects/out"] {
+        let error = store.get("main", place.at(name), &GetOptions::default()).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument(_)) && !place.at(name).exists(), "{error}");
+        let error = store.get("main", place.at("out"), &GetOptions::default().cache(place.at(name))).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument(_)) && !place.at(name).exists(), "{error}");
+    }
+    fs::create_dir(place.at("model")).unwrap();
+    fs::write(place.at("model/model.safetensors.index.json"), "{}").unwrap();
+    let error = store.get("main", place.at("model/model.safetensors"), &GetOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("model.safetensors.index.json"), "{error}");
+    assert_eq!(fs::read_dir(place.at("model")).unwrap().count(), 1);
+    store.get("main", place.at("model/other.safetensors"), &GetOptions::default()).unwrap();
 }
 
 #[test]

@@ -179,8 +179,26 @@ fn a_version_that_is_its_own_ancestor_is_refused() {
     }
     assert_eq!(store.verify(None, false).unwrap().faults.len(), 2);
     store.gc().unwrap();
-    let error = store.put(place.at("step"), &PutOptions::default()).unwrap_err();
-    assert!(matches!(error, Error::Unreachable { .. }), "{error}");
+    // The next version does not need it.
+    let version = store.put(place.at("step"), &PutOptions::default()).unwrap();
+    assert!(matches!(version.content, Content::Whole(_)));
+    store.get("main", place.at("out"), &GetOptions::default()).unwrap();
+}
+
+/// A deletion that cannot be read must not bring the branch back.
+#[test]
+fn a_damaged_deletion_is_not_pruned() {
+    let place = Place::new();
+    let memory = folders(&place);
+    let store = open(&memory);
+    assert!(matches!(store.prune_damaged("other").unwrap_err(), Error::NoVersion { .. }));
+    store.delete_branch("main").unwrap();
+    write(&memory, &ObjectPath::from("a/prefix/branches/main/0000000002.json"), b"{".to_vec());
+    let store = open(&memory);
+    let error = store.prune_damaged("main").unwrap_err();
+    assert!(matches!(error, Error::InvalidArgument(_)) && error.to_string().contains("0000000002.json"), "{error}");
+    store.delete_branch("main").unwrap();
+    assert!(matches!(store.log("main").unwrap_err(), Error::NoVersion { .. }));
 }
 
 #[test]
@@ -287,8 +305,7 @@ fn one_damaged_manifest_blocks_nothing_for_good() {
             internals::open(old.clone(), SEGMENT).unwrap().gc().unwrap();
             assert!(!names(&memory, "branches").contains(&name));
             assert_eq!(store.log("main").unwrap().len(), 2);
-            let anchor = PutOptions::default().anchor(Anchor::Whole);
-            assert_eq!(store.put(place.at("step"), &anchor).unwrap().number, 3);
+            assert_eq!(store.put(place.at("step"), &PutOptions::default()).unwrap().number, 3);
             let out = Place::new();
             store.get("main", out.at("out"), &GetOptions::default()).unwrap();
             write(&memory, &ObjectPath::from("a/prefix/branches/side/0000000000.json"), bytes.clone());
