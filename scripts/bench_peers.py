@@ -7,8 +7,8 @@
 
 The ratio is the bytes of the target's tensors divided by the stored bytes. Stored bytes are the compressed frames alone,
 without names, lengths or checksums, which favours the peers. A tensor that equals its base costs nothing, except in the
-rows of ZipNN, of deltas and of --patch-from. A tensor that the base lacks, or has with another dtype or shape, is stored as its difference from zeros.
-Stored bytes are decoded again and compared with the target, bit for bit.
+rows of ZipNN, of deltas and of --patch-from. A tensor that the base lacks, or has with another dtype or shape, is stored
+as its difference from zeros. Stored bytes are decoded again and compared with the target, bit for bit.
 
     xor, zstd-1            each tensor XOR its base
     xor planes, zstd-3     the same, its bytes regrouped: all first bytes of the lanes, all second bytes, and so on

