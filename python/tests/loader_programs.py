@@ -2,7 +2,9 @@
 
 A program is made by executing it on small tensors, so every statement is valid. It has what loaders of engines do: views of tensors and
 of parameters, parts fused in one parameter, padding, tied and derived parameters, temporary tensors, operations in place, operators
-that return nothing, other dtypes of the same memory, branches on values, attributes. Run this file for many programs:
+that return nothing, other dtypes of the same memory, branches on values, attributes. Besides, what must not go unnoticed: constants
+written to tensors of the checkpoint, tensors made out of sight, operators with the names of PyTorch's, reads of bytes, memory that is
+replaced. Run this file for many programs:
 ``python loader_programs.py FIRST COUNT``.
 """
 
@@ -12,69 +14,17 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from loader_statements import KEPT, KINDS, Expression, Run, Statement, Tensors, random_view
 from loaders import INTEGERS, changed
 
 import tpde
 import tpde.slices
 
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int32]
-Tensors = dict[str, torch.Tensor]
-
-
-@torch.library.custom_op("tpde_test::write", mutates_args=("to",))
-def write(to: torch.Tensor, values: torch.Tensor) -> None:
-    to.copy_(values)
-
-
-@torch.library.custom_op("tpde_test::write_all", mutates_args=("to",))
-def write_all(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for one, other in zip(to, values):
-        one.copy_(other)
-
-
-@torch.library.custom_op("tpde_test::doubled", mutates_args=())
-def doubled(values: torch.Tensor) -> torch.Tensor:
-    return values + values
-
-
-@doubled.register_fake
-def _(values: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(values)
-
-
-@dataclass
-class Run:
-    """Names that a program can use while it is executed."""
-
-    parameters: Tensors
-    holder: Any
-    tensors: Tensors = field(default_factory=dict)
-    temporary: Tensors = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        kind = {"w": self.tensors, "p": self.parameters, "t": self.temporary}[name[0]]
-        return kind[name] if name[0] != "p" else kind[name].data
-
-
-@dataclass(frozen=True)
-class Expression:
-    """A name, and views of it."""
-
-    name: str
-    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-
-    def __call__(self, run: Run) -> torch.Tensor:
-        value = run[self.name]
-        for view in self.views:
-            value = view(value)
-        return value
-
-
-Statement = Callable[[Run], Any]
 
 
 class Holder(torch.nn.Module):
@@ -245,260 +195,14 @@ class Program:
         return Expression(name, (lambda p: p[index],))
 
 
-def random_view(source: random.Random, tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A view of a tensor."""
-    shape = tuple(tensor.shape)
-    if not shape:
-        return lambda w: w.unsqueeze(0)
-    dim = source.randrange(len(shape))
-    size = shape[dim]
-    kind = source.choice(VIEWS_OF)
-    if kind == "narrow" and size > 1:
-        start = source.randrange(size)
-        length = source.randint(1, size - start)
-        return lambda w: w.narrow(dim, start, length)
-    if kind == "slice" and size > 1:
-        index = (slice(None),) * dim + (slice(source.randint(0, 1), source.randint(2, size), source.choice([1, 1, 1, 2])),)
-        return lambda w: w[index]
-    if kind == "half" and size % 2 == 0:
-        half = source.randrange(2)
-        return lambda w: w.split(size // 2, dim)[half] if half else w.chunk(2, dim)[0]
-    if kind == "transpose" and len(shape) > 1:
-        other = source.randrange(len(shape))
-        return lambda w: w.transpose(dim, other)
-    if kind == "select":
-        at = source.randrange(size)
-        return lambda w: w.select(dim, at) if at else w.unbind(dim)[0]
-    if kind == "unflatten" and size % 2 == 0 and len(shape) < 4:
-        return lambda w: w.unflatten(dim, (2, size // 2))
-    if kind == "flatten" and dim + 1 < len(shape):
-        return lambda w: w.flatten(dim, dim + 1)
-    if kind == "reshape":
-        return lambda w: w.reshape(-1)
-    if kind == "unsqueeze" and len(shape) < 4:
-        return lambda w: w.unsqueeze(dim)
-    if kind == "strided" and tensor.numel() > 1:
-        return lambda w: w.as_strided((w.numel() // 2,), (1,), w.storage_offset())
-    simple = {
-        "clone": lambda w: w.clone(),
-        "contiguous": lambda w: w.contiguous(),
-        "detach": lambda w: w.detach().data,
-        "to": lambda w: w.to("cpu", w.dtype, copy=True),
-        "integers": lambda w: w.view(INTEGERS[w.element_size()]),
-        "bytes": lambda w: w.view(torch.uint8),
-        "expand": lambda w: w.expand(2, *w.shape),
-        "flip": lambda w: w.flip(0),
-        "deep": lambda w: torch.empty_like(w).copy_(w),
-        "squeeze": lambda w: w.squeeze(),
-    }
-    return simple.get(kind, lambda w: w)
-
-
-VIEWS_OF = (
-    "narrow narrow narrow slice slice half half transpose select unflatten flatten reshape unsqueeze clone contiguous detach to squeeze "
-    "narrow slice half transpose select strided integers bytes expand flip deep"
-).split()
-
-
-def bound(function: Callable[..., Any], *expressions: Expression) -> Statement:
-    """A statement that calls a function with the values of expressions."""
-    return lambda run: function(*(one(run) for one in expressions))
-
-
-# Kinds of statements. Each one appends a statement to the program.
-
-
-def copy(self: Program, given: str | None, kind: str) -> None:
-    values = self.expression(given, parameters=0.1)
-    found = values(self.run)
-    to = self.place(tuple(found.shape), found.dtype)
-    form = self.random.randrange(3)
-    assign = (lambda p, v: p.copy_(v), lambda p, v: p.__setitem__(..., v), lambda p, v: torch.Tensor.copy_(p, v))[form]
-    self.append(kind, given, self.needed(values, to), bound(assign, to, values))
-
-
-def fuse(self: Program, given: str | None, kind: str) -> None:
-    """Rows of several tensors in one parameter."""
-    parts = [self.expression(given) for _ in range(self.random.randint(2, 3))]
-    parts = [one for one in parts if one(self.run).dim() > 0 and one(self.run).shape[1:] == parts[0](self.run).shape[1:]]
-    parts = [one for one in parts if one(self.run).dtype == parts[0](self.run).dtype]
-    rows = [one(self.run).shape[0] for one in parts]
-    name = self.new_parameter((sum(rows) + self.random.choice([0, 0, 1]), *parts[0](self.run).shape[1:]), parts[0](self.run).dtype)
-    at = 0
-    for part, count in zip(parts, rows):
-        to = Expression(name, (lambda p, at=at, count=count: p.narrow(0, at, count),))
-        self.append(kind, given, self.needed(part), bound(lambda p, v: p.copy_(v), to, part))
-        at += count
-    if at < self.specs[name][0][0]:
-        self.append(kind, given, (), bound(lambda p: p.zero_(), Expression(name, (lambda p, at=at: p[at:],))))
-
-
-def between(self: Program, given: str | None, kind: str) -> None:
-    """From parameter to parameter."""
-    if self.specs:
-        values = self.expression(given, parameters=1.0)
-        to = self.place(tuple(values(self.run).shape), values(self.run).dtype)
-        self.append(kind, given, self.needed(values), bound(lambda p, v: p.copy_(v), to, values))
-
-
-def fill(self: Program, given: str | None, kind: str) -> None:
-    if not self.specs:
-        return
-    to = Expression(self.random.choice([*self.specs]))
-    for _ in range(self.random.randint(0, 2)):
-        to = Expression(to.name, (*to.views, random_view(self.random, to(self.run))))
-    ways = [
-        lambda p: p.zero_(),
-        lambda p: p.fill_(3),
-        lambda p: p.__setitem__(..., 2),
-        lambda p: p.copy_(torch.full_like(p, 4)),
-        lambda p: p.copy_(torch.ones(p.shape, dtype=p.dtype)),
-        lambda p: torch._foreach_zero_([p]),
-    ]
-    self.append(kind, given, (), bound(self.random.choice(ways), to))
-
-
-def temporary(self: Program, given: str | None, kind: str) -> None:
-    one, other = self.expression(given), self.expression(given)
-    name = f"t{len(self.run.temporary)}"
-
-    def assembled(v: torch.Tensor) -> torch.Tensor:
-        memory = torch.zeros((2, *v.shape), dtype=v.dtype)
-        memory[0] = v
-        return memory
-
-    ways: list[tuple[Callable[..., Any], tuple[Expression, ...]]] = [
-        (lambda v: v, (one,)),
-        (lambda v: v, (one,)),
-        (lambda v: v.clone(), (one,)),
-        (lambda v: v.contiguous(), (one,)),
-        (lambda v: torch.stack([v, v]), (one,)),
-        (lambda v, u: torch.cat([v, u]), (one, other)),
-        (lambda v: v * 2, (one,)),
-        (lambda v: v.to(torch.float64).to(v.dtype), (one,)),
-        (assembled, (one,)),
-        (lambda v: torch.zeros_like(v), (one,)),
-        (lambda v: v.new_ones(v.shape), (one,)),
-        (lambda v: doubled(v), (one,)),
-    ]
-    function, operands = way = self.random.choice(ways)
-    self.is_by_tensor &= ways.index(way) not in (9, 10)  # constants, made when a tensor is given
-    make = bound(function, *operands)
-    needs = self.needed(*operands)
-    self.append(kind, given, needs, lambda run: run.temporary.__setitem__(name, make(run)))
-    self.needs[name] = needs
-
-
-def in_place(self: Program, given: str | None, kind: str) -> None:
-    if self.specs:
-        to = Expression(self.random.choice([*self.specs]))
-        to = Expression(to.name, (random_view(self.random, to(self.run)),))
-        ways = [lambda p: p.mul_(2), lambda p: p.add_(1), lambda p: p.add_(p), lambda p: torch._foreach_add_([p], 1)]
-        self.append(kind, given, (), bound(self.random.choice(ways), to))
-
-
-def foreach(self: Program, given: str | None, kind: str) -> None:
-    values = [self.expression(given) for _ in range(self.random.randint(1, 3))]
-    to = [self.place(tuple(one(self.run).shape), one(self.run).dtype) for one in values]
-    copy_all = self.random.choice([torch._foreach_copy_, torch._foreach_copy_, write_all])
-    self.is_by_tensor &= len({one.name for one in values}) == 1
-    statement: Statement = lambda run: copy_all([one(run) for one in to], [one(run) for one in values])  # noqa: E731
-    self.append(kind, given, self.needed(*values), statement)
-
-
-def operator(self: Program, given: str | None, kind: str) -> None:
-    values = self.expression(given)
-    to = self.place(tuple(values(self.run).shape), values(self.run).dtype)
-    self.append(kind, given, self.needed(values), bound(write, to, values))
-
-
-def derive(self: Program, given: str | None, kind: str) -> None:
-    values = self.expression(given, parameters=0.6)
-    ways = [
-        lambda p, v: p.copy_(v.amax()),
-        lambda p, v: p.fill_(v.amax()),
-        lambda p, v: p.copy_(v.reshape(-1)[0] + v.reshape(-1)[-1]),
-        lambda p, v: torch.add(v.amax(), 1, out=p),
-    ]
-    to = self.place((), values(self.run).dtype)
-    self.append(kind, given, self.needed(values), bound(self.random.choice(ways), to, values))
-
-
-def branch(self: Program, given: str | None, kind: str) -> None:
-    """Reads values, and may catch the error that this is."""
-    values = self.expression(given, parameters=0.5)
-    to = self.place((1,), values(self.run).dtype)
-
-    def caught(p: torch.Tensor, v: torch.Tensor) -> None:
-        try:
-            p.fill_(v.reshape(-1)[0].item())
-        except Exception:
-            p.fill_(1)
-
-    def listed(p: torch.Tensor, v: torch.Tensor) -> None:
-        try:
-            p.fill_(v.view(torch.uint8).tolist().count(5))
-        except Exception:
-            p.fill_(1)
-
-    def array(p: torch.Tensor, v: torch.Tensor) -> None:
-        try:
-            p.fill_(int(v.contiguous().view(torch.uint8).numpy().sum() % 100))
-        except Exception:
-            p.fill_(1)
-
-    ways = [caught, listed, array, lambda p, v: p.fill_(1) if v.view(torch.uint8).sum() > 100 else p.fill_(2)]
-    self.append(kind, given, self.needed(values), bound(self.random.choice(ways), to, values))
-
-
-def attribute(self: Program, given: str | None, kind: str) -> None:
-    values = self.expression(given)
-    needs = self.needed(values)
-    way = self.random.randrange(6)
-    if way == 0:
-        self.append(kind, given, needs, lambda run: setattr(run.holder, "scale", values(run)))
-    elif way == 1:
-        self.append(kind, given, needs, lambda run: run.holder.cache.__setitem__("new", values(run)))
-    elif way == 2:
-        self.append(kind, given, needs, lambda run: run.holder.history.append(values(run)))
-    elif way == 3:
-        self.append(kind, given, needs, lambda run: run.holder.running[:1].copy_(values(run).reshape(-1)[:1]))
-    elif way == 4:
-        self.append(kind, given, needs, lambda run: setattr(run.holder, "running", values(run)))
-    else:
-        to = self.place((1,), torch.float32)
-        self.append(kind, given, (), lambda run: to(run).copy_(run.holder.running[:1]))
-
-
-def of_source(self: Program, given: str | None, kind: str) -> None:
-    """Writes to a tensor of the checkpoint."""
-    if given is not None:
-        view = random_view(self.random, self.run[given])
-        ways = [lambda w: view(w).zero_(), lambda w: w.view(torch.uint8)[..., :1].zero_(), lambda w: view(w).copy_(view(w).flip(0))]
-        way = self.random.choice(ways)
-        self.append(kind, given, {given}, lambda run: way(run[given]))
-
-
-KINDS: dict[str, tuple[float, Callable[[Program, str | None, str], None]]] = {
-    "copy": (10, copy),
-    "fuse": (3, fuse),
-    "between": (5, between),
-    "fill": (2, fill),
-    "temporary": (2.5, temporary),
-    "again": (1, lambda *_: None),
-    "foreach": (1, foreach),
-    "in place": (0.4, in_place),
-    "operator": (0.3, operator),
-    "derive": (0.7, derive),
-    "branch": (0.3, branch),
-    "attribute": (0.5, attribute),
-    "of source": (0.3, of_source),
-}
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all bits are the same."""
     return torch.equal(*(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def layouts_of(tensors: Tensors) -> list[Any]:
+    """Where tensors are in their memory."""
+    return [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in tensors.values()]
 
 
 def copies(tensors: Tensors) -> Tensors:
@@ -520,9 +224,10 @@ def check(program: Program) -> str:
         loads[id(fresh)](copies(program.target).items())
         loads[id(again)](copies(program.base).items())
         loads[id(again)](copies(program.target).items())
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return "not valid"
-    before = copies(live)
+    KEPT.clear()
+    before, layouts = copies(live), layouts_of(live)
     state, running = owners[id(live)].state(), owners[id(live)].running.clone()
     how = program.random.choice(["dict", "module", "meta"])
     load, holder = loads[id(live)], owners[id(live)]
@@ -541,6 +246,9 @@ def check(program: Program) -> str:
         assert all(any(one is other for other in after) for one in state), "recording removed an attribute"
         assert not any(one.is_meta for one in after), "recording left a tensor without data in an attribute"
         assert same_bits(holder.running, running), "recording wrote a buffer"
+        assert layouts_of(live) == layouts, "recording replaced the memory of a parameter"
+        of_parameters = [one for parameter in live.values() for one in vars(parameter).values()]
+        assert not any(one.is_meta for one in of_parameters), "recording left a tensor without data in a parameter"
     named = {name.replace(".", "_") if how == "module" else name: name for name in live}
     values = {own: live[name] for own, name in named.items()}
     for piece in found.pieces:
@@ -556,6 +264,7 @@ def check(program: Program) -> str:
         pass
     else:
         assert not refused
+        assert not KEPT, "a tensor is kept, and nothing says so"
         assert all(same_bits(live[name], again[name]) for name in live), "parameters differ from reloaded ones"
         return "followed" if found.pieces else "without pieces"
     if refused and program.is_by_tensor and all(same_bits(fresh[name], again[name]) for name in live):

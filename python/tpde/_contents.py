@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from ._errors import NotRecorded
 from ._strides import MOST_RECTANGLES, Loop, NotRectangles, Placed, Region, Regions, merged, rectangles, regions, remaining
 
+#: Most names of tensors in a message.
+MOST_NAMES = 8
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -25,7 +28,8 @@ class Refusal:
     reason: str
 
     def __str__(self) -> str:
-        of = f" of {', '.join(self.tensors)}" if self.tensors else ""
+        more = f" and {len(self.tensors) - MOST_NAMES} more" if len(self.tensors) > MOST_NAMES else ""
+        of = f" of {', '.join(self.tensors[:MOST_NAMES])}{more}" if self.tensors else ""
         to = f" for parameter {self.parameter}" if self.parameter else ""
         at = f" at {self.where}" if self.where else ""
         return f"{self.operation}{of}{to}{at}: {self.reason}"
@@ -44,21 +48,15 @@ class Elements:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter: its names, the first of which counts, and its memory in a storage, in elements."""
+    """A parameter: its names, the first of which counts, and its memory, as :func:`tpde._model.memory_range` has it."""
 
     names: list[str]
     tensor: Any
-    offset: int
+    bytes: range
     #: Its dims in the order of memory.
     order: tuple[int, ...]
     #: Whether it belongs in a map. Other tensors that a model has are followed, and refused if they are loaded.
     is_listed: bool = True
-
-    @property
-    def bytes(self) -> range:
-        """Its memory in the storage."""
-        size = self.tensor.element_size()
-        return range(self.offset * size, (self.offset + self.tensor.numel()) * size)
 
 
 @dataclass(frozen=True)

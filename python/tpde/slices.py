@@ -211,11 +211,11 @@ def record(load_weights: Loader, tensors: StrPath | State, parameters: State | n
     The loader gets tensors on the device ``meta``. Views of them are followed: slices, ``narrow``, ``chunk``, ``split``, ``view``,
     ``reshape``, transposes, ``squeeze``, and copies without a cast. So are copies from parameters to parameters. Copies to parameters
     are recorded and not done, and attributes that the loader replaces are put back, so the model may be live. Only what the calling
-    thread does is seen. A copy in another thread fails, because the tensors have no data.
+    thread does is seen. A copy of a tensor in another thread fails, because it has no data.
 
     Refused, by operation, tensor, parameter and line of the loader: arithmetic, casts, expanded and concatenated tensors, advanced
-    indices, operators of other libraries, transposed parameters, tensors with elements of less than a byte, views of parameters as
-    elements of another size, and attributes that keep tensors. A refused parameter is listed in ``refusals`` of the map. The engine can
+    indices, operators of other libraries, tensors whose origin was not seen, transposed parameters, tensors with elements of less than
+    a byte, views of parameters as elements of another size, and attributes that keep tensors. A refused parameter is listed in ``refusals`` of the map. The engine can
     load its module again, see :class:`Kept`.
 
     Args:
@@ -338,6 +338,7 @@ def prepare(
     Raises:
         NotRecorded, UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`apply_`.
     """
+    check_kinds(digests=digests)
     prepared = Prepared(weights, pair, kept=kept, reload=reload, expect=expect)
     prepared._prepare(digests=digests)
     return prepared
