@@ -21,7 +21,8 @@ pub struct GcReport {
     pub shortcuts: u64,
     /// Number of objects that versions use.
     pub used: u64,
-    /// Number of objects that no version uses, and that are too young to be removed, or that a running call has uploaded.
+    /// Number of objects that no version uses, and that stay: they are too young to be removed, a running call has uploaded them, or
+    /// there is no version at all in a folder, as if that of branches were missing.
     pub young: u64,
     /// Number of removed objects.
     pub removed: u64,
@@ -41,9 +42,12 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
     let (now, clocks) = clock(remote)?;
     let oldest = now.saturating_sub(i64::try_from(prefix.rules.grace.saturating_mul(1000)).unwrap_or(i64::MAX));
     let mut old = HashSet::new();
+    // The folder of branches may be missing where the others are.
+    let mut has_versions = remote.folder().is_none();
     for below in [BRANCHES, SHORTCUTS] {
-        let listed = remote.list(below)?.into_iter();
-        old.extend(listed.filter(|entry| entry.modified <= oldest).map(|entry| entry.name));
+        let listed = remote.list(below)?;
+        has_versions |= below == BRANCHES && !listed.is_empty();
+        old.extend(listed.into_iter().filter(|entry| entry.modified <= oldest).map(|entry| entry.name));
     }
     let objects = remote.list(OBJECTS)?;
     let running = lease::settle(prefix, oldest)?;
@@ -85,12 +89,15 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
         used.extend(pair.into_iter().flat_map(|pair| pair.segments()).map(|segment| segment.object()));
         used.extend(version.file_segments().map(|segment| segment.object()));
     }
+    if !has_versions && !objects.is_empty() {
+        tracing::warn!("the store has no version, so no object is removed: is its folder {BRANCHES} missing?");
+    }
     // What has another name is not the store's.
     for entry in objects {
         let Some(upload) = names::of_object(&entry.name) else { continue };
         if used.contains(&entry.name) {
             report.used += 1;
-        } else if entry.modified > oldest || upload.is_some_and(|call| running.calls.contains(&call)) {
+        } else if !has_versions || entry.modified > oldest || upload.is_some_and(|call| running.calls.contains(&call)) {
             report.young += 1;
         } else {
             remote.delete(&entry.name)?;

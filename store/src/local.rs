@@ -40,7 +40,7 @@ impl LocalFolder {
         Ok(Self { _temporary: Some(temporary), ..folder })
     }
 
-    /// A folder that stays until the caller removes it, and whether it is new. `None` if there is something under this name that
+    /// A folder that stays until the caller removes it, and whether it has nothing of earlier calls. `None` if there is something under this name that
     /// another user could have put there or can change, or that another process uses. `own` is a folder that this process has
     /// created beside it.
     pub fn kept(path: &Path, own: &Path) -> Result<Option<(Self, bool)>> {
@@ -61,7 +61,9 @@ impl LocalFolder {
         // A file system without modes shows every folder as writable for others.
         let is_private = is_new || here.mode() & 0o022 == 0;
         let is_ours = is_there && is_private && here.uid() == own.uid();
-        Ok(is_ours.then(|| (Self { path: path.to_owned(), open, _temporary: None }, is_new)))
+        // Not by who has created it: another call may lock it first.
+        let is_empty = path.read_dir().is_ok_and(|mut entries| entries.next().is_none());
+        Ok(is_ours.then(|| (Self { path: path.to_owned(), open, _temporary: None }, is_empty)))
     }
 
     pub fn path(&self) -> &Path {

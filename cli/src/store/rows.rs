@@ -231,7 +231,7 @@ impl fmt::Display for Collected {
             writeln!(f, "  {}", text::counted(report.shortcuts, "shortcut"))?;
         }
         let (used, young) = (text::count(report.used), text::count(report.young));
-        writeln!(f, "  kept: {used} that versions use, {young} younger than the grace")
+        writeln!(f, "  kept: {used} that versions use, {young} younger than the grace or of running calls")
     }
 }
 

@@ -160,6 +160,11 @@ fn what_has_a_name_of_the_store_is_a_file_or_a_folder_as_it_should_be() {
     refused("found a folder");
     fs::remove_dir(&manifest).unwrap();
     fs::rename(place.at("manifest"), &manifest).unwrap();
+    // The manifests are elsewhere.
+    fs::rename(place.at("store/branches"), place.at("branches")).unwrap();
+    assert_eq!(at(&place).gc().unwrap().removed, 0);
+    assert_eq!(objects(), before);
+    fs::rename(place.at("branches"), place.at("store/branches")).unwrap();
     // What has other names is not the store's.
     fs::create_dir_all(place.at("store/shortcuts/main/drafts")).unwrap();
     for (number, folder) in ["branches/main", "shortcuts/main/drafts", "leases"].into_iter().enumerate() {
