@@ -130,12 +130,11 @@ class Memory:
             return tensor._cdata in self._constants
         if is_wrapper(tensor) or tensor.layout != torch.strided:
             return False
-        found = self.of(tensor)
-        return (
-            not tensor.numel()
-            or storage_of(tensor)._cdata in self._constants
-            or bool(found and all(one.is_untouched for one in found))
-        )
+        if not tensor.numel():
+            return True
+        if found := self.of(tensor):
+            return all(one.is_untouched for one in found)
+        return storage_key(tensor) not in self.values and storage_of(tensor)._cdata in self._constants
 
     def mark(self, tensors: Iterable[torch.Tensor], *, constant: bool) -> None:
         """Notes whether the storages of tensors have constants alone."""
@@ -215,6 +214,12 @@ class Memory:
             if not self.is_followed(tensor) and not self.is_constant(tensor):
                 names += self.offered
         return Refusal(operation, tuple(dict.fromkeys(names)), None, where(), reason)
+
+    def unreadable(self, operation: str, tensors: Iterable[torch.Tensor]) -> NotRecorded:
+        """The error of a read of values that differ without data."""
+        refusal = self.refusal(operation, tensors, "the result depends on values")
+        tensor = refusal.tensors[0] if refusal.tensors else None
+        return NotRecorded(str(refusal), operation=operation, where=refusal.where, tensor=tensor)
 
     def refuse(self, memory: torch.Tensor, refusal: Refusal) -> None:
         """Refuses the parameters that have this memory, or what is read from it later."""

@@ -150,7 +150,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replaces = name in FILLS or name == "copy_"
         read = [one for one in tensors if not (replaces and any(one is other for other in written))]
         # Operators of other libraries may read more than their arguments. What is lifted is new.
-        is_constant = name == "lift_fresh" or (bool(name) and all(map(memory.is_constant, read)))
+        is_seen = name == "lift_fresh" or all(map(memory.is_constant, read))
+        is_constant = bool(name) and is_seen
+        if not is_seen and func._schema.returns and not any("Tensor" in str(one.type) for one in func._schema.returns):
+            raise memory.unreadable(_name_of(func), [one for one in tensors if isinstance(one, torch.Tensor)])
         result = func(*args, **kwargs)
         if not is_constant:
             memory.mark(written, constant=False)
@@ -309,15 +312,10 @@ class _Reads(TorchFunctionMode):
             name = getattr(getattr(getattr(func, "__self__", None), "fget", None), "__name__", "")
         if name in READS and args and isinstance(args[0], torch.Tensor) and not is_wrapper(args[0]):
             memory, tensor = self.recorder.memory, args[0]
-            if memory.is_followed(tensor):
-                found = memory.of(tensor)
-                if storage_key(tensor) in memory.values or not all(one.is_untouched for one in found):
-                    refusal = memory.refusal(f"Tensor.{name}", [tensor], "the result depends on values")
-                    tensors = refusal.tensors[0] if refusal.tensors else None
-                    error = NotRecorded(str(refusal), operation=refusal.operation, where=refusal.where, tensor=tensors)
-                    self.recorder.fail(error)
-                for one in found:
-                    one.read_as_it_was()
+            if not memory.is_constant(tensor):
+                self.recorder.fail(memory.unreadable(f"Tensor.{name}", [tensor]))
+            for one in memory.of(tensor):
+                one.read_as_it_was()
         return func(*args, **(kwargs or {}))
 
 
