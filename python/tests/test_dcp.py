@@ -118,6 +118,23 @@ def loaded(store: tpde.store.Store, state: dict[str, object], *reader: str, **ho
     return state
 
 
+def test_an_id_is_that_of_one_load(store: tpde.store.Store) -> None:
+    """A reader that is used again without an id loads the newest version, also after a load that failed."""
+    for step in range(3):
+        saved(store, {"w": torch.full((3,), float(step))}, checkpoint_id=f"step-{step}")
+    reader, found = tpde.dcp.StorageReader(store), []
+    for name in ("step-0", None, "step-1", "none", None, "step-1"):
+        state = {"w": torch.zeros(3)}
+        how = {} if name is None else {"checkpoint_id": name}
+        if name == "none":
+            with pytest.raises(dcp.api.CheckpointException):
+                dcp.load(state, storage_reader=reader, no_dist=True, **how)
+        else:
+            dcp.load(state, storage_reader=reader, no_dist=True, **how)
+            found.append(state["w"][0].item())
+    assert found == [0, 2, 1, 2, 1]
+
+
 def test_each_checkpoint_id_is_a_version_of_one_branch(store: tpde.store.Store, tmp_path: Path) -> None:
     weight = torch.randn(300, 300)
     states = [weight + 1e-6 * step for step in range(4)]

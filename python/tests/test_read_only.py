@@ -18,7 +18,11 @@ import tpde.numpy
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-import tpde.slices  # noqa: E402 (needs torch)
+import torch.distributed.checkpoint as dcp  # noqa: E402 (needs torch)
+
+import tpde.dcp  # noqa: E402
+import tpde.slices  # noqa: E402
+import tpde.store  # noqa: E402
 import tpde.torch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
@@ -70,6 +74,15 @@ def by_copies(state: dict[str, torch.Tensor], pair: Path) -> None:
     tpde.slices.apply_(tpde.slices.record(load, {"a": state["a"].to("meta")}, parameters), pair)
 
 
+def by_checkpoint(state: dict[str, torch.Tensor], pair: Path, dtype: torch.dtype = torch.float32) -> None:
+    store = tpde.store.init(pair.parent / "store")
+    saved = {name: torch.zeros(COUNT, dtype=dtype) for name in state}
+    dcp.save(saved, storage_writer=tpde.dcp.StorageWriter(store), no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(state, storage_reader=tpde.dcp.StorageReader(store), no_dist=True)
+    raise caught.value.failures[0][0]
+
+
 CALLS: dict[str, Callable[[dict[str, torch.Tensor], Path], Any]] = {
     "state dict": lambda state, pair: tpde.torch.apply_(state, pair),
     "unchanged": lambda state, pair: tpde.torch.apply_({**state, "w": state["same"], "same": state["w"]}, pair),
@@ -80,6 +93,8 @@ CALLS: dict[str, Callable[[dict[str, torch.Tensor], Path], Any]] = {
     "slices": lambda state, pair: tpde.torch.apply_slices_([tpde.Slice(name, ..., one) for name, one in state.items()], pair),
     "map": by_map,
     "second place": by_copies,
+    "checkpoint": by_checkpoint,
+    "checkpoint of another dtype": lambda state, pair: by_checkpoint(state, pair, torch.float64),
 }
 
 

@@ -54,10 +54,12 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
+from ._arguments import check_kinds
 from ._entry import Entry
 from ._errors import BadManifest, InvalidArgument, NotContiguous, NoVersion
-from ._memory import describe
+from ._memory import check_writable, describe
 from ._merge import merge
+from ._model import memory_range
 from ._paths import StrPath, options, path_or_none
 from ._scratch import scratch
 from ._slices import Slice, describe_saved, describe_slices
@@ -95,6 +97,16 @@ class _Found:
     version: str
     #: Dtypes that PyTorch has and safetensors lacks, and the size of the dim that a tensor has more in the store, by name.
     views: dict[str, tuple[str, int]]
+
+
+def _checked_metadata(metadata: Any) -> Mapping[str, str]:
+    check_kinds(metadata=metadata)
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgument(f"metadata has {key!r}: {value!r}, expected a text for a text")
+        if key in (KEY, ID):
+            raise InvalidArgument(f"metadata has {key!r}, which tpde.dcp.StorageWriter writes: expected another key")
+    return metadata or {}
 
 
 def _text_of(checkpoint_id: Any) -> str | None:
@@ -135,6 +147,7 @@ class StorageWriter(_storage.StorageWriter):
         derived: bool = True,
     ) -> None:
         super().__init__()
+        _checked_metadata(metadata)
         self.store, self.branch, self.metadata = _checked_store(store), branch, metadata
         #: The ``checkpoint_id`` of the next call, and of this one. A call without an id does not reset the writer.
         self._next_id: str | None = None
@@ -223,7 +236,7 @@ class StorageWriter(_storage.StorageWriter):
             if len(pairs) > 1:
                 merge(pairs, Path(folder) / "merged", files=False, payload_digests=True)
             pair = Path(folder) / "merged" if len(pairs) > 1 else pairs[0]
-            values = {**(self.metadata or {}), KEY: json.dumps(_kept(metadata))}
+            values = {**_checked_metadata(self.metadata), KEY: json.dumps(_kept(metadata))}
             if self._id is not None:
                 values[ID] = self._id
             self.version = self.store.put_pair(pair, branch=self.branch, parent=self._parent, metadata=values)
@@ -340,6 +353,8 @@ class StorageReader(_storage.StorageReader):
     ) -> None:
         super().__init__()
         self.store, self.version = _checked_store(store), version
+        #: The ``checkpoint_id`` of the next call, and of this one. A call without an id does not reset the reader.
+        self._next_id: str | None = None
         self._id: str | None = None
         self._have = have_of(have)
         self._cache = path_or_none(cache)
@@ -349,7 +364,7 @@ class StorageReader(_storage.StorageReader):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._id = _text_of(checkpoint_id)
+        self._next_id = _text_of(checkpoint_id)
 
     def _wanted(self) -> Version:
         """The version to load."""
@@ -371,6 +386,8 @@ class StorageReader(_storage.StorageReader):
         return self.store._store.open_version(version, parts=parts, have=self._have, cache=self._cache)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if "rank" not in kwargs:  # otherwise PyTorch's second attempt of the same call
+            self._id, self._next_id = self._next_id, None
         found = self._wanted()
         kept = _checked(found)
         views = {}
@@ -439,6 +456,8 @@ class StorageReader(_storage.StorageReader):
                 source = target
             slices.append(_viewed(Slice(name, index, source)))
             copies.append((item, target, source))
+        spans = [(item.storage_index.fqn, target.device.type, memory_range(target)) for item, target, _ in copies]
+        check_writable((name, span[1].start, len(span[1])) for name, device, span in spans if device == "cpu" and span)
         version.read_slices(describe_slices(slices, entries, writable=True), progress=None)
         for item, raw in buffers:
             planner.load_bytes(item, io.BytesIO(raw.numpy().tobytes()))
