@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import tpde.slices  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
+from tpde._wrapped import renamed  # noqa: E402
 
 PREFIXES = ["_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "_orig_mod.module."]
 
@@ -79,8 +80,10 @@ def test_names_that_are_not_unique_are_refused(states: Any, tmp_path: Path) -> N
     base, _ = states
     live = {f"module.{name}": one.clone() for name, one in base.items()}
     both = {**live, "_orig_mod.one.bias": base["one.bias"].clone()}
-    with pytest.raises(tpde.InvalidArgument, match="'module.one.bias' and '_orig_mod.one.bias' differ in the prefix"):
+    with pytest.raises(tpde.InvalidArgument, match="no tensor of the pair is among the given ones"):
         tpde.torch.apply_(both, tmp_path / "pair")
+    with pytest.raises(tpde.InvalidArgument, match="'a._orig_mod.b.w' and 'a.b._orig_mod.w' differ in the prefix"):
+        renamed({"a._orig_mod.b.w": 1, "a.b._orig_mod.w": 2}, ["a.b.w"])
     # An equal name comes first.
     exact = {**live, **{name: one.clone() for name, one in base.items()}}
     assert tpde.torch.apply_(exact, tmp_path / "pair") == "applied"
@@ -89,3 +92,11 @@ def test_names_that_are_not_unique_are_refused(states: Any, tmp_path: Path) -> N
     other["two.bias"] = base["two.bias"].clone()
     with pytest.raises(tpde.InvalidArgument, match="missing among the given ones, some of which begin with 'module.'"):
         tpde.torch.apply_(other, tmp_path / "pair")
+
+
+def test_a_module_that_has_the_name_of_a_prefix_is_no_wrapper(tmp_path: Path) -> None:
+    """A wrapper puts its prefix before all names. A tensor of a part named "module" is another one."""
+    tpde.torch.save_file({"w": torch.ones(4), "b": torch.ones(2)}, tmp_path / "pair", base={"b": torch.zeros(2)})
+    live = {"module.w": torch.zeros(4), "b": torch.zeros(2)}
+    assert tpde.torch.apply_(live, tmp_path / "pair", strict=False) == "applied"
+    assert torch.equal(live["module.w"], torch.zeros(4)) and torch.equal(live["b"], torch.ones(2))
