@@ -413,6 +413,25 @@ def test_a_pair_that_needs_a_base_says_so(calls: Calls) -> None:
         tpde.apply(pair, calls.new())
 
 
+def test_values_that_would_count_as_others_are_refused(calls: Calls) -> None:
+    pair, source, reserved = calls.folder / "pair", lambda: weights(), {tpde.dcp.ID: "a"}
+    for name, call in {
+        "timeout": lambda value: tpde.sync.Publisher(source, tpde.sync.Folder(calls.new()), timeout=value),
+        "digests": lambda value: tpde.slices.prepare(calls.map(), pair, digests=value),
+        "metadata": lambda value: tpde.dcp.StorageWriter(calls.store, metadata=value),
+        "progress": lambda value: tpde.torch.load_file(pair, base=weights(), progress=value),
+    }.items():
+        wrong: dict[str, list[Any]] = {
+            "timeout": [float("nan"), -1, True],
+            "digests": ["no", 0.5],
+            "metadata": ["a", 3, {"a": 3}, {3: "a"}, reserved, {tpde.dcp.KEY: "{}"}],
+            "progress": [3, "yes"],
+        }
+        for value in wrong[name]:
+            with pytest.raises(tpde.InvalidArgument, match=name):
+                call(value)
+
+
 def test_own_errors_of_functions_of_the_caller_are_passed_on(calls: Calls) -> None:
     class Own(Exception):
         pass

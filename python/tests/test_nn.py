@@ -335,6 +335,10 @@ class TestRefused:
                 tpde.nn.attach(other, pair)
         with pytest.raises(tpde.InvalidArgument):
             tpde.nn.attach(base, pair, payloads="disk")
+        wrong: dict[str, object] = {"check": "no", "progress": 3, "only": "up", "payloads": lambda _: "disk"}
+        for name, value in wrong.items():
+            with pytest.raises(tpde.InvalidArgument, match=name):
+                tpde.nn.attach(base, pair, **{name: value})
         if not torch.cuda.is_available():
             with pytest.raises(tpde.DeviceUnavailable):
                 tpde.nn.attach(base, pair, device="cuda")

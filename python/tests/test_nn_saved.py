@@ -148,6 +148,26 @@ class TestLoading:
         with pytest.raises(tpde.InvalidArgument, match="cannot be replaced"):
             model.blocks[2]["down"].load_state_dict({"weight": other["blocks.2.down.weight"]}, strict=strict, assign=assign)
 
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_part_of_a_model_is_checked_before_it_is_loaded(self, strict: bool, attached: tuple[Deep, Deep]) -> None:
+        model, target = attached
+        before, other = raw_of(model.state_dict()), Deep(seed=9)
+        for part in ("blocks", "blocks.0", "blocks.0.up"):
+            for one in (model, copy.deepcopy(model)):
+                with pytest.raises(
+                    tpde.InvalidArgument, match="cannot be replaced. Nothing was loaded|Nothing of this layer was loaded"
+                ):
+                    one.get_submodule(part).load_state_dict(other.get_submodule(part).state_dict(), strict=strict)
+                assert raw_of(one.state_dict()) == before
+        model.blocks.load_state_dict(target.blocks.state_dict(), strict=strict)
+        # A module around the model is loaded before it. The error says so.
+        around, wrong = (torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "model": one}) for one in (model, other))
+        with pytest.raises(
+            tpde.InvalidArgument, match="Nothing of 'model' was loaded, but tensors of modules around it may have been"
+        ):
+            around.load_state_dict(wrong.state_dict(), strict=strict)
+        assert raw_of(model.state_dict()) == before
+
     def test_missing_and_unexpected_names_are_those_of_the_plain_model(self, attached: tuple[Deep, Deep]) -> None:
         model, target = attached
         state = {"more": torch.ones(1), "blocks.0.up.more": torch.ones(1), "embed.weight": target.embed.weight.detach()}

@@ -21,17 +21,20 @@ _FLAG = (_is_flag, "True or False")
 _TEXT = (lambda value: isinstance(value, str), "a text")
 _MAPPING = (lambda value: isinstance(value, Mapping), "a dict")
 _FUNCTION = (callable, "a function")
-_NUMBER = (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "a number")
+_SECONDS = (
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,  # NaN is not
+    "a number of seconds of at least 0",
+)
 #: What each parameter takes beside its default.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ["answer", "as_integers", "derived", "digests", "files", "no_base", "payload_digests", "rebuild", "replace"], _FLAG
     ),
-    **dict.fromkeys(["strict", "whole", "refused", "pinned"], _FLAG),
+    **dict.fromkeys(["strict", "whole", "refused", "pinned", "check"], _FLAG),
     **dict.fromkeys(["device", "favor", "framework", "kind", "mode", "payloads"], _TEXT),
     **dict.fromkeys(["have", "metadata", "parts", "renamed"], _MAPPING),
-    **dict.fromkeys(["copied", "load_weights", "reload"], _FUNCTION),
-    **dict.fromkeys(["timeout", "interval"], _NUMBER),
+    **dict.fromkeys(["copied", "load_weights", "only", "reload"], _FUNCTION),
+    **dict.fromkeys(["timeout", "interval"], _SECONDS),
     "bucket": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0, "a number of at least 1"),
     "history": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0, "a number of at least 1"),
     "channel": (_is_named("Folder"), "a tpde.sync.Folder or Group"),
@@ -48,7 +51,8 @@ def check_kinds(**arguments: Any) -> None:
     for name, value in arguments.items():
         fits, expected = _KINDS[name]
         if value is not None and not fits(value):
-            raise InvalidArgument(f"{name} is a {type(value).__name__}: expected {expected}")
+            given = repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+            raise InvalidArgument(f"{name} is {given}: expected {expected}")
 
 
 def check_needed(**arguments: Any) -> None:

@@ -13,9 +13,16 @@ from ._errors import InvalidArgument
 Progress = Union[None, bool, Callable[[int, int], Any], Any]
 
 
+def check_progress(progress: Progress) -> None:
+    """Raises for other values."""
+    if not isinstance(progress, (bool, type(None))) and not callable(progress) and not _is_bar(progress):
+        raise InvalidArgument(f"progress is a {type(progress).__name__}: expected True, a tqdm bar or a callable")
+
+
 @contextmanager
 def progress_callback(progress: Progress, verb: str) -> Iterator[Callable[[int, int], Any] | None]:
     """The progress callback for the Rust half. Its arguments are bytes done and total bytes."""
+    check_progress(progress)
     if progress is None or progress is False:
         yield None
     elif progress is True:
@@ -23,12 +30,14 @@ def progress_callback(progress: Progress, verb: str) -> Iterator[Callable[[int, 
 
         with tqdm(desc=verb, unit="B", unit_scale=True) as bar:
             yield _updating(bar)
-    elif hasattr(progress, "update") and hasattr(progress, "n"):
+    elif _is_bar(progress):
         yield _updating(progress)
-    elif callable(progress):
-        yield progress
     else:
-        raise InvalidArgument(f"progress is a {type(progress).__name__}: expected True, a tqdm bar or a callable")
+        yield progress
+
+
+def _is_bar(progress: Any) -> bool:
+    return hasattr(progress, "update") and hasattr(progress, "n")
 
 
 def _updating(bar: Any) -> Callable[[int, int], None]:

@@ -20,14 +20,14 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _operator
-from ._arguments import check_needed
+from ._arguments import check_kinds, check_needed
 from ._capture import Graph
 from ._device import DevicePair
 from ._entry import Entry
 from ._errors import InvalidArgument
 from ._open import Reader, state_of
 from ._paths import Digest, StrPath, check_digest, open_pair
-from ._progress import Progress
+from ._progress import Progress, check_progress
 from ._prefetch import DeviceWeight, Prefetcher
 from ._read_only import ReadOnly
 from ._rebuilt import HostWeight, Weight
@@ -160,12 +160,12 @@ class JITCompressedLinear(nn.Linear):
         name = f"{prefix}weight"
         if strict and name not in state_dict:
             missing_keys.append(name)
-        self._check_loaded(state_dict, prefix)
+        self._check_loaded(state_dict, prefix, "Nothing of this layer was loaded, but tensors of other modules may have been")
         others = {key: value for key, value in state_dict.items() if key != name}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _check_loaded(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raises if loading would change the weight."""
+    def _check_loaded(self, state_dict: Mapping[str, Any], prefix: str, loaded: str) -> None:
+        """Raises if loading would change the weight. ``loaded`` says what was loaded before."""
         name = f"{prefix}weight"
         if name not in state_dict:
             return
@@ -174,16 +174,33 @@ class JITCompressedLinear(nn.Linear):
             if not is_traceable_wrapper_subclass(given) and _raw_equal(given.detach().to(own.device, own.dtype), own):
                 return
         raise InvalidArgument(
-            f"{name!r} is not the weight that the attached layer rebuilds, which cannot be replaced. Nothing of this layer was "
-            "loaded: load into a model without attached layers"
+            f"{name!r} is not the weight that the attached layer rebuilds, which cannot be replaced. {loaded}: load into a model "
+            "without attached layers"
         )
 
 
 def _check_all_loaded(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Called before anything is loaded into the model, so that a refusal leaves it unchanged."""
+    of = (
+        f"Nothing of {prefix[:-1]!r} was loaded, but tensors of modules around it may have been" if prefix else "Nothing was loaded"
+    )
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, JITCompressedLinear):
-            layer._check_loaded(state_dict, f"{prefix}{name}." if name else prefix)
+            layer._check_loaded(state_dict, f"{prefix}{name}." if name else prefix, of)
+
+
+def _check_part_loaded(part: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """The same for a part of the model, if it is loaded on its own. Otherwise the model was checked."""
+    if not prefix:
+        _check_all_loaded(part, state_dict, prefix)
+
+
+def _add_checks(model: nn.Module) -> None:
+    for part in model.modules():
+        if part is model:
+            part.register_load_state_dict_pre_hook(_check_all_loaded)  # type: ignore[no-untyped-call]
+        elif any(isinstance(one, JITCompressedLinear) for one in part.modules()):
+            part.register_load_state_dict_pre_hook(_check_part_loaded)  # type: ignore[no-untyped-call]
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
@@ -320,6 +337,8 @@ def attach(
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     check_needed(model=model)
+    check_kinds(check=check, only=only)
+    check_progress(progress)
     if not callable(payloads) and (not isinstance(payloads, str) or payloads not in ("pinned", "device")):
         raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
     named = _Model(model)
@@ -361,7 +380,7 @@ def attach(
     layers = named.convert(weights)
     for name in {*weights, *rebuilt}:
         named.drop_base(name, opened.entries)
-    model.register_load_state_dict_pre_hook(_check_all_loaded)  # type: ignore[no-untyped-call]
+    _add_checks(model)
     return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), opened.failures)
 
 
@@ -495,6 +514,9 @@ class _OpenedPair:
     def weight(self, entry: Entry, device: torch.device) -> HostWeight | DeviceWeight | None:
         """The weight, if it can be rebuilt just in time."""
         base = self.base_of(entry)
+        stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads
+        if not isinstance(stays, str) or stays not in ("pinned", "device"):
+            raise InvalidArgument(f"payloads gives {stays!r} for {entry.name!r}: expected 'pinned' or 'device'")
         if entry.base_kind == "prefix":
             return None
         if device.type == "cpu":
@@ -511,7 +533,6 @@ class _OpenedPair:
         chunks = range(first, last)
         if on_device._blob is not None:
             return DeviceWeight(on_device, entry, base, on_device._blob[start:end], start, chunks, self.failures)
-        stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads
         payload = torch.empty(end - start, dtype=torch.uint8, device="cpu", pin_memory=stays == "pinned")
         on_device._raw.read_payloads(start, ("", "U8", [end - start], payload.data_ptr(), end - start, payload))
         if stays == "device":
