@@ -3,7 +3,7 @@
 use crate::catalog::Catalog;
 use crate::download::{Cache, Select, each_segment};
 use crate::error::{Error, Result};
-use crate::local::LocalFolder;
+use crate::local::{LocalFolder, parent_of};
 use crate::manifest::Version;
 use crate::prefix::{NOBODY, Prefix, check_state, resolve};
 use crate::put::Base;
@@ -287,10 +287,6 @@ fn is_one_file(pair: &ValidatedIndex) -> bool {
 
 fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", path, e))
-}
-
-pub(crate) fn parent_of(path: &Path) -> &Path {
-    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Name of the folder for the pairs that a `get` reads: the same after an interruption, and of bounded length.

@@ -9,6 +9,11 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use tpde::TemporaryFolder;
 
+/// The folder of a file that need not exist.
+pub(crate) fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 /// An open folder.
 ///
 /// Its files are opened below the descriptor and never through a link. So nobody can direct a write to another file, by a link in the
