@@ -189,7 +189,7 @@ class Program:
             case 12:
                 part = draw.choice([name, first])
                 state = {key: one * 2 for key, one in self.plain.get_submodule(part).state_dict().items()}
-                return self.both("load a part", lambda one: one.get_submodule(part).load_state_dict(state), is_final=True)
+                return self.both("load a part", lambda one: one.get_submodule(part).load_state_dict(state))
             case 13:
                 dtype = next(self.plain.parameters()).dtype
                 return self.both("convert a layer", lambda one: one.get_submodule(name).double().to(dtype) and None)
