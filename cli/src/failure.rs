@@ -6,6 +6,7 @@ use clap::error::ContextValue;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use tpde::{Conflict, Error, Escaped, Location, Rule};
 
@@ -245,6 +246,12 @@ fn hint(error: &Error) -> Option<&'static str> {
         Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
             "a pair is named without its endings, or by either file; both files must be in one folder"
         }
+        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_url(path) => {
+            "paths are those of this machine: download the checkpoint first, or keep it in a store, which may have a URL (tpde store)"
+        }
+        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_on_hub(path) => {
+            "there is no such folder here; a checkpoint on a model hub is downloaded first: hf download NAME --local-dir FOLDER"
+        }
         Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
         Error::NotMergeable(refused) => match refused.conflict {
             Conflict::Tensor => "tpde fold joins pairs that follow each other; tpde subset makes a pair without the tensor",
@@ -282,8 +289,20 @@ fn hint(error: &Error) -> Option<&'static str> {
     })
 }
 
-fn is_of_pair(path: &std::path::Path) -> bool {
+fn is_of_pair(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "tpde-index" || e == "tpde-blob")
+}
+
+fn is_url(path: &Path) -> bool {
+    path.to_str()
+        .and_then(|path| path.split_once(":/"))
+        .is_some_and(|(scheme, _)| scheme.bytes().all(|b| b.is_ascii_alphanumeric()))
+}
+
+/// Whether a path that does not exist may be the name of a model, as in `owner/name`.
+fn is_on_hub(path: &Path) -> bool {
+    let has_owner = path.parent().is_some_and(|owner| !owner.as_os_str().is_empty() && !owner.exists());
+    path.is_relative() && path.components().count() == 2 && has_owner && !path.to_string_lossy().ends_with(".safetensors")
 }
 
 #[cfg(test)]

@@ -50,6 +50,26 @@ fn bad_usage_ends_with_2() {
 }
 
 #[test]
+fn checkpoints_elsewhere_are_downloaded_first() {
+    let place = Place::with_pair();
+    for (path, hint) in [
+        ("s3://bucket/model.safetensors", "download the checkpoint"),
+        ("https://host/owner/model/resolve/main/model.safetensors", "download the checkpoint"),
+        ("owner/Model-8B", "hf download"),
+    ] {
+        for line in [
+            format!("encode base.safetensors {path} -o x"),
+            format!("apply {path} pair -o x"),
+            format!("verify pair --base {path}"),
+        ] {
+            let error = place.fails(&line, SYSTEM, "");
+            assert!(error["hint"].as_str().is_some_and(|found| found.contains(hint)), "{line}: {error}");
+        }
+    }
+    assert_eq!(place.fails("encode base.safetensors nowhere.safetensors -o x", SYSTEM, "nowhere")["hint"], serde_json::Value::Null);
+}
+
+#[test]
 fn messages_say_what_helps() {
     let place = Place::with_pair();
     let message = |line: &str, code| place.fails(line, code, "")["message"].as_str().unwrap().to_owned();
@@ -167,7 +187,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
     let page = fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().replace('\\', "");
     let (help, summary) = (place.ok("encode --help").out, place.ok("encode -h").out);
     let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
-    let (readme, python, options) = (read("README.md"), read("python/tpde/_paths.py"), read("src/encode/options.rs"));
+    let (guide, python, options) = (read("docs/cli.md"), read("python/tpde/_paths.py"), read("src/encode/options.rs"));
     let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
     let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
     let mut rows = Vec::new();
@@ -179,7 +199,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
         assert!(row.len() <= 80 && !summary.contains(job), "{row}");
         assert!(page.contains(job), "{job} in {page}");
         let default = if default { " The default." } else { "" };
-        assert!(readme.contains(&format!("| `{option} {name}` | {job}{default} |")), "{option} {name} in README.md");
+        assert!(guide.contains(&format!("| `{option} {name}` | {job}{default} |")), "{option} {name} in docs/cli.md");
         let documented = options.contains(&format!("    /// {job}\n")) || Codec::ALL.iter().any(|codec| codec.name() == name);
         assert!(documented, "{name} in src/encode/options.rs");
         assert!(python.contains(&format!("- ``\"{name}\"``: {job}\n")), "{name} in python/tpde/_paths.py");
