@@ -17,6 +17,7 @@ mod manifest;
 #[path = "../../store/src/names.rs"]
 mod names;
 
+use digest::UploadId;
 use error::Error;
 use libfuzzer_sys::fuzz_target;
 use manifest::{Reference, Shortcut, StoreManifest, StoredPair, Version};
@@ -38,16 +39,18 @@ fuzz_target!(|data: &[u8]| {
         check_version(&version, &object);
     }
     let (from, to) = (place(&json["from"]), place(&json["to"]));
-    let object = names::shortcut((&to.0, to.1), (&from.0, from.1));
-    if let Some(shortcut) = checked(Shortcut::parse(data, &object)) {
-        let written = serde_json::to_vec(&shortcut).expect("a shortcut can be written");
-        assert_eq!(Shortcut::parse(&written, &object).expect("what was written can be read"), shortcut);
-        assert_eq!(names::of_shortcut(&object), {
-            let ends = [&shortcut.to, &shortcut.from].map(|end| (end.branch.as_str(), end.number));
-            Some((ends[0], ends[1]))
-        });
-        check_reference(&shortcut.from);
-        check_pair(&shortcut.pair);
+    for id in [None, UploadId::parse("0123456789abcdef0123456789abcdef")] {
+        let object = names::shortcut((&to.0, to.1), (&from.0, from.1), id);
+        if let Some(shortcut) = checked(Shortcut::parse(data, &object)) {
+            let written = serde_json::to_vec(&shortcut).expect("a shortcut can be written");
+            assert_eq!(Shortcut::parse(&written, &object).expect("what was written can be read"), shortcut);
+            assert_eq!(names::of_shortcut(&object), {
+                let ends = [&shortcut.to, &shortcut.from].map(|end| (end.branch.as_str(), end.number));
+                Some((ends[0], ends[1]))
+            });
+            check_reference(&shortcut.from);
+            check_pair(&shortcut.pair);
+        }
     }
     // As the name of a version and of an object, which come from users and from lists.
     if let Ok(text) = std::str::from_utf8(data) {
