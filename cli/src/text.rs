@@ -143,10 +143,18 @@ pub fn some(names: &[String]) -> String {
     out
 }
 
-/// A command that copies files of a checkpoint's folder. `None` if there are none, or their names are not for a terminal.
+/// A command that copies files of a checkpoint's folder, except other weights. `None` if there are none, or their names are not for a
+/// terminal.
 pub fn copy(checkpoint: &Path, names: &[String], to: &str) -> Option<String> {
     let folder = if checkpoint.is_dir() { checkpoint } else { checkpoint.parent()? };
-    let quoted = names.iter().map(|name| quoted(folder.join(name).to_str()?)).collect::<Option<Vec<_>>>()?;
+    let is_of_weights = |name: &&String| {
+        name.contains(".safetensors") || [".bin", ".bin.index.json", ".gguf", ".pt", ".pth"].iter().any(|end| name.ends_with(end))
+    };
+    let quoted = names
+        .iter()
+        .filter(|name| !is_of_weights(name))
+        .map(|name| quoted(folder.join(name).to_str()?))
+        .collect::<Option<Vec<_>>>()?;
     (!quoted.is_empty()).then(|| format!("cp {} {to}", quoted.join(" ")))
 }
 

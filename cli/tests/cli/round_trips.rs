@@ -350,6 +350,7 @@ fn a_command_is_shown_that_copies_what_is_beside_the_weights() {
     for folder in ["base", "it's new"] {
         write_folder(&place.path(folder), &[&model()]);
         fs::write(place.path(folder).join("config.json"), folder).unwrap();
+        fs::write(place.path(folder).join("pytorch_model.bin"), "older weights").unwrap();
         fs::write(place.path(folder).join("tokenizer $(touch x).json"), folder).unwrap();
     }
     let shown = |out: &str| Some(out.lines().find(|line| line.starts_with("  copy"))?.split_once("cp ")?.1.to_owned());
@@ -362,6 +363,7 @@ fn a_command_is_shown_that_copies_what_is_beside_the_weights() {
         for name in ["config.json", "tokenizer $(touch x).json"] {
             assert_eq!(fs::read_to_string(place.path(to).join(name)).unwrap(), content);
         }
+        assert!(!place.path(to).join("pytorch_model.bin").exists());
     }
     assert!(!place.path("x").exists() && shown(&place.ok(apply).out).is_none());
     // A name for no terminal is not part of a command, and a file has no folder of its own.
