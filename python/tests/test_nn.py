@@ -158,6 +158,25 @@ def test_a_pair_without_a_base_needs_no_weights(deep: tuple[Deep, Deep, Path], t
         assert torch.equal(model(TOKENS), target(TOKENS))
 
 
+def test_all_tensors_that_would_stay_on_meta_are_named(deep: tuple[Deep, Deep, Path], tmp_path: Path) -> None:
+    _, target, _ = deep
+    tpde.torch.save_file(target, tmp_path / "anchor")
+    for on_meta in [["first", "second"], ["first"], []]:
+        with torch.device("meta"):
+            model = Deep()
+        model.head.weight = model.embed.weight
+        for name in ["first", "second"]:
+            model.register_buffer(name, torch.ones(2, device="meta" if name in on_meta else "cpu"), persistent=False)
+        if on_meta:
+            with pytest.raises(tpde.InvalidArgument, match=", ".join(map(repr, on_meta))):
+                tpde.nn.attach(model, tmp_path / "anchor", device="cpu")
+            assert all(parameter.is_meta for parameter in model.parameters())
+        else:
+            tpde.nn.attach(model, tmp_path / "anchor", device="cpu")
+            with torch.no_grad():
+                assert torch.equal(model(TOKENS), target(TOKENS))
+
+
 def test_only_some_layers(deep: tuple[Deep, Deep, Path]) -> None:
     base, target, pair = deep
     attached = tpde.nn.attach(base, pair, only=lambda name: "down" in name)

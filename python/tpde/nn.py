@@ -346,6 +346,7 @@ def attach(
     opened = _OpenedPair(named, pair, payloads, expect, progress)
     weights: dict[str, Weight] = {}
     dense: dict[str, torch.Tensor] = {}
+    opened.check_meta()
     with torch.no_grad():
         # Dense tensors first: rebuilding them takes temporary device memory.
         for names in sorted(named.groups, key=named.is_linear):
@@ -364,8 +365,6 @@ def attach(
                 weights.update(dict.fromkeys(names, weight))
             elif entry is not None and is_changed:
                 dense.update(dict.fromkeys(names, opened.rebuilt(entry, where)))
-            elif tensor.device.type == "meta":
-                raise InvalidArgument(f"tensor {names[0]!r} is on the device meta, and the pair has nothing for it")
             elif tensor.device != where:
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
     stored_bytes = {weight.handle: opened.stored(weight) for weight in weights.values()}
@@ -488,6 +487,17 @@ class _OpenedPair:
             here = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise InvalidArgument(f"tensor {entry.name!r} is {here} here, and {dtype} {tuple(shape)} in the pair")
         return entry
+
+    def check_meta(self) -> None:
+        """Raises if tensors on the device meta stay there: the pair does not have them, or has them as their own base."""
+        entries = ((names, self.entry(names)) for names in self.model.groups if self.model.tensors[names[0]].device.type == "meta")
+        missing = [names[0] for names, entry in entries if entry is None or (entry.is_same and not entry.changes)]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise InvalidArgument(
+                f"on the device meta, and not in the pair: {', '.join(map(repr, missing[:3]))}{more}. Make buffers that a model computes "
+                "when it is made, such as those of rotary embeddings, on a real device: accelerate.init_empty_weights() leaves them there"
+            )
 
     def base_of(self, entry: Entry) -> list[torch.Tensor]:
         """The base tensor, and the tensor of scales of a quantised base."""
