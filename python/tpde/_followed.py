@@ -1,4 +1,4 @@
-"""The memory that a recorder follows: that of parameters, of the checkpoint's tensors, and of what is made of them."""
+"""The memory that a recorder follows: parameters, checkpoint tensors, and tensors made from these."""
 
 from __future__ import annotations
 
