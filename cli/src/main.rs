@@ -1,9 +1,10 @@
 //! The program `tpde`, one module per verb. A verb takes its arguments and returns a report. This module prints the report, as
 //! text or as JSON, and turns errors into exit codes. All format logic is in the library.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod apply;
+mod arenas;
 mod bench;
 mod common;
 mod completions;
@@ -71,6 +72,7 @@ enum Verb {
 
 /// Runs the command line of this process.
 fn main() -> ExitCode {
+    arenas::one_if_limited();
     // Set before parsing, because clap prints help and errors while parsing.
     match color_argument(std::env::args_os().skip(1)) {
         Color::Auto => anstream::ColorChoice::Auto,
