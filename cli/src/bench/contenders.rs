@@ -1,9 +1,11 @@
-//! The contenders: the library, and plain zstd over the XOR of base and target.
+//! The contenders: the library, and plain zstd of what differs.
 
 use rayon::prelude::*;
+use std::io;
 use std::sync::{Mutex, PoisonError};
 use tpde::{Apply, BaseKind, Checkpoint, Encode, EncodeOptions, MemoryCheckpoint, Pair, Result, ValidatedIndex};
 use zstd::bulk::{Compressor, Decompressor};
+use zstd::zstd_safe::{CCtx, CParameter, DCtx, DParameter, get_error_name};
 
 /// Compresses a target and rebuilds it. Contexts and large buffers are kept between calls.
 pub trait Contender {
@@ -66,9 +68,20 @@ impl Contender for Ours<'_> {
     }
 }
 
-/// One zstd frame per tensor, of the XOR of base and target, either as it is or split into byte planes.
+/// How a peer uses the base of a tensor.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Form {
+    /// The frame has the XOR of base and target.
+    Xor,
+    /// The frame has the byte planes of the XOR.
+    Planes,
+    /// The frame has the target, and refers to the base as what came before, as `zstd --patch-from` does with whole files.
+    Patch,
+}
+
+/// One zstd frame per tensor.
 pub struct Peer<'a> {
-    planes: bool,
+    form: Form,
     level: i32,
     tensors: Vec<Tensor<'a>>,
     workers: Mutex<Vec<Worker>>,
@@ -96,7 +109,7 @@ impl<'a> Peer<'a> {
         index: &ValidatedIndex,
         base: &MemoryCheckpoint<'_>,
         target: &'a [Vec<u8>],
-        planes: bool,
+        form: Form,
         level: i32,
     ) -> anyhow::Result<Self> {
         let mut tensors = Vec::new();
@@ -116,7 +129,7 @@ impl<'a> Peer<'a> {
             Ok(Worker { compressor, decompressor, xor: vec![0xA5; largest] })
         };
         let workers = (0..rayon::current_num_threads()).map(worker).collect::<std::io::Result<_>>()?;
-        Ok(Self { planes, level, tensors, workers: Mutex::new(workers) })
+        Ok(Self { form, level, tensors, workers: Mutex::new(workers) })
     }
 }
 
@@ -132,7 +145,11 @@ fn with_worker<R>(workers: &Mutex<Vec<Worker>>, work: impl FnOnce(&mut Worker) -
 
 impl Contender for Peer<'_> {
     fn name(&self) -> String {
-        format!("XOR {}+ zstd-{}", if self.planes { "planes " } else { "" }, self.level)
+        match self.form {
+            Form::Xor => format!("XOR + zstd-{}", self.level),
+            Form::Planes => format!("XOR planes + zstd-{}", self.level),
+            Form::Patch => format!("zstd-{} --patch-from", self.level),
+        }
     }
 
     fn stored_bytes(&self) -> u64 {
@@ -140,14 +157,14 @@ impl Contender for Peer<'_> {
     }
 
     fn encode(&mut self, digests: bool) -> anyhow::Result<bool> {
-        let (planes, workers) = (self.planes, &self.workers);
+        let (form, level, workers) = (self.form, self.level, &self.workers);
         self.tensors.par_iter_mut().try_for_each(|tensor| {
             with_worker(workers, |worker| {
                 let xor = &mut worker.xor[..tensor.target.len()];
-                if planes {
-                    xor_to_planes(&tensor.base, tensor.target, tensor.lane_bytes, xor);
-                } else {
-                    xor_into(&tensor.base, tensor.target, xor);
+                match form {
+                    Form::Xor => xor_into(&tensor.base, tensor.target, xor),
+                    Form::Planes => xor_to_planes(&tensor.base, tensor.target, tensor.lane_bytes, xor),
+                    Form::Patch => return tensor.patch(level),
                 }
                 tensor.frame.clear();
                 worker.compressor.compress_to_buffer(xor, &mut tensor.frame)
@@ -162,17 +179,19 @@ impl Contender for Peer<'_> {
     }
 
     fn decode(&mut self, digests: bool, outputs: &mut [Vec<u8>]) -> anyhow::Result<()> {
-        let (planes, workers) = (self.planes, &self.workers);
+        let (form, workers) = (self.form, &self.workers);
         self.tensors.par_iter().zip(outputs).try_for_each(|(tensor, output)| {
             with_worker(workers, |worker| {
+                if form == Form::Patch {
+                    return tensor.patched(output);
+                }
                 let xor = &mut worker.xor[..output.len()];
                 worker.decompressor.decompress_to_buffer(&tensor.frame, xor)?;
-                if planes {
-                    planes_to_target(&tensor.base, xor, tensor.lane_bytes, output);
-                } else {
-                    xor_into(&tensor.base, xor, output);
+                match form {
+                    Form::Planes => planes_to_target(&tensor.base, xor, tensor.lane_bytes, output),
+                    _ => xor_into(&tensor.base, xor, output),
                 }
-                anyhow::Ok(())
+                Ok(())
             })?;
             if digests {
                 tensor.hash_base();
@@ -181,6 +200,39 @@ impl Contender for Peer<'_> {
             Ok(())
         })
     }
+}
+
+/// The program zstd sets the window to the size of the larger file, and finds matches at long distances.
+impl Tensor<'_> {
+    fn patch(&mut self, level: i32) -> io::Result<usize> {
+        let window = (self.base.len() + self.target.len()).max(1).ilog2() + 1;
+        let mut context = CCtx::create();
+        let parameters = [
+            CParameter::CompressionLevel(level),
+            CParameter::WindowLog(window.clamp(10, WINDOW_LOG_MAX)),
+            CParameter::EnableLongDistanceMatching(true),
+        ];
+        for parameter in parameters {
+            context.set_parameter(parameter).map_err(zstd_error)?;
+        }
+        context.ref_prefix(&self.base).map_err(zstd_error)?;
+        self.frame.clear();
+        context.compress2(&mut self.frame, self.target).map_err(zstd_error)
+    }
+
+    fn patched(&self, output: &mut [u8]) -> io::Result<()> {
+        let mut context = DCtx::create();
+        context.set_parameter(DParameter::WindowLogMax(WINDOW_LOG_MAX)).map_err(zstd_error)?;
+        context.ref_prefix(&self.base).map_err(zstd_error)?;
+        context.decompress(output, &self.frame).map(drop).map_err(zstd_error)
+    }
+}
+
+/// The largest window of zstd on a system of 64 bits.
+const WINDOW_LOG_MAX: u32 = 31;
+
+fn zstd_error(code: usize) -> io::Error {
+    io::Error::other(get_error_name(code))
 }
 
 impl Tensor<'_> {

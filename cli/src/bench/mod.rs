@@ -18,7 +18,7 @@ use super::inputs::{CodecArgs, open};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
-use contenders::{Contender, Ours, Peer};
+use contenders::{Contender, Form, Ours, Peer};
 use median::median;
 use repeated::Repeated;
 use serde::Serialize;
@@ -29,8 +29,8 @@ use tpde::{Checkpoint, EncodeOptions, MemoryCheckpoint, SafetensorsCheckpoint, T
 
 /// Compare speed and ratio with XOR and zstd, in memory
 ///
-/// The two peers encode each tensor as one zstd frame: base XOR target at level 1, and the byte planes of base XOR target at
-/// level 3. Columns with digests include the time for BLAKE3 of all base and target tensors, for every contender.
+/// The peers encode each tensor as one zstd frame: base XOR target at level 1, the byte planes of base XOR target at level 3, and
+/// the target at level 3 with the base as its prefix, as zstd --patch-from does with whole files. Columns with digests include the time for BLAKE3 of all base and target tensors, for every contender.
 ///
 /// With --device cuda: times to encode the target on the device, from device memory to pinned memory (not codec zstd); times to
 /// rebuild it, out of place and in place, from payloads in device memory, in pinned memory and in host memory; and times to copy it
@@ -188,12 +188,12 @@ impl Bench {
         let (base, target) = (Loaded::read(&base)?, Loaded::read(&target)?);
         let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
         let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.options())?;
-        let peer = |planes, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, planes, level);
-        let (xor, planes) = (peer(false, 1)?, peer(true, 3)?);
-        let mut contenders: [Box<dyn Contender>; 3] = [Box::new(ours), Box::new(xor), Box::new(planes)];
+        let peer = |form, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, form, level);
+        let (xor, planes, patch) = (peer(Form::Xor, 1)?, peer(Form::Planes, 3)?, peer(Form::Patch, 3)?);
+        let mut contenders: [Box<dyn Contender>; 4] = [Box::new(ours), Box::new(xor), Box::new(planes), Box::new(patch)];
 
         let mut outputs: Vec<Vec<u8>> = target.data.iter().map(|bytes| vec![0; bytes.len()]).collect();
-        let mut times = [const { [const { Vec::new() }; TASKS.len()] }; 3];
+        let mut times = [const { [const { Vec::new() }; TASKS.len()] }; 4];
         let bar = common.bar("bench", u64::from(self.runs + 1) * target.bytes());
         for run in 0..=self.runs {
             for (at, task) in TASKS.into_iter().enumerate().filter(|(_, task)| run == 0 || task.is_in(self.only)) {
@@ -286,10 +286,10 @@ impl Task {
 fn memory_needed(base: &dyn Checkpoint, target: &dyn Checkpoint) -> u64 {
     let bytes = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(TensorInfo::bytes).fold(0, u64::saturating_add);
     let largest = target.tensors().iter().map(TensorInfo::bytes).max().unwrap_or(0);
-    // 7 × target: the target, its rebuilt copy, two buffers per peer, and at most one target for the two pairs.
-    let copies = bytes(target).saturating_mul(7);
-    // Each thread of each of the two peers has the XOR of one tensor.
-    let threads = largest.saturating_mul(2 * rayon::current_num_threads() as u64);
+    // 9 × target: the target, its rebuilt copy, two buffers per peer, and at most one target for the two pairs.
+    let copies = bytes(target).saturating_mul(9);
+    // Each thread of each of the three peers has the XOR of one tensor.
+    let threads = largest.saturating_mul(3 * rayon::current_num_threads() as u64);
     bytes(base).saturating_add(copies).saturating_add(threads)
 }
 

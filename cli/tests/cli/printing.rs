@@ -22,7 +22,11 @@ fn json_tells_what_the_text_tells() {
 
     let bench = place.json("bench base.safetensors target.safetensors --runs 2");
     assert_eq!((&bench["schema"], &bench["threads"]), (&"tpde.bench/1".into(), &1.into()));
-    for contender in bench["contenders"].as_array().unwrap() {
+    let contenders = bench["contenders"].as_array().unwrap();
+    let names: Vec<_> = contenders.iter().map(|contender| contender["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["tpde, auto", "XOR + zstd-1", "XOR planes + zstd-3", "zstd-3 --patch-from"]);
+    for contender in contenders {
+        assert!(contender["ratio"].as_f64().unwrap() > 1.0, "{contender}");
         assert_eq!(contender["decode_with_digests"]["all_seconds"].as_array().unwrap().len(), 2);
     }
     let encoded = place.json("encode base.safetensors target.safetensors -o again -v");
