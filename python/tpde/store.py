@@ -119,9 +119,11 @@ class GcReport:
 
     #: Number of removed versions: those that were pruned, and those of deleted branches.
     versions: int
+    #: Number of versions that were pruned, or whose branch was deleted, and that stay: the grace is not over, or others need them.
+    waiting: int
     #: Number of removed shortcuts.
     shortcuts: int
-    #: Number of objects that versions use.
+    #: Number of objects that versions use, also versions that wait.
     used: int
     #: Number of objects that no version uses, and that are too young to be removed.
     young: int
@@ -133,7 +135,14 @@ class GcReport:
 class Usage:
     """Sizes of what the manifests of a store name."""
 
+    #: Number of versions that can be named.
     versions: int
+    #: Number of versions that were pruned, or whose branch was deleted, and that :meth:`Store.gc` has not removed. Their bytes count.
+    waiting: int
+    #: When the first version that can be named was stored, in seconds since 1970 by its writer's clock.
+    oldest: int | None
+    #: When the last one was stored.
+    newest: int | None
     #: Number of shortcuts: pairs that :meth:`Store.fold` and :meth:`Store.prune` have made.
     shortcuts: int
     #: Size of the anchors in bytes.
@@ -146,7 +155,7 @@ class Usage:
     file_bytes: int
     #: Size of all of these in bytes.
     stored_bytes: int
-    #: Size of all tensors of all versions in bytes.
+    #: Size of all tensors of the versions that can be named, in bytes.
     tensor_bytes: int
 
 

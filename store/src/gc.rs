@@ -17,9 +17,11 @@ use std::collections::{HashMap, HashSet};
 pub struct GcReport {
     /// Number of removed versions: those that were pruned, and those of deleted branches.
     pub versions: u64,
+    /// Number of versions that were pruned, or whose branch was deleted, and that stay: the grace is not over, or others need them.
+    pub waiting: u64,
     /// Number of removed shortcuts.
     pub shortcuts: u64,
-    /// Number of objects that versions use.
+    /// Number of objects that versions use, also versions that wait.
     pub used: u64,
     /// Number of objects that no version uses, and that stay: they are too young to be removed, a running call has uploaded them, or
     /// there is no version at all in a folder, as if that of branches were missing.
@@ -148,6 +150,7 @@ fn remove_versions(
                 remote.delete(&names::manifest(name, version.number))?;
                 report.versions += 1;
             } else {
+                report.waiting += u64::from(version.content != Content::Deleted);
                 stay.insert(version.reference(), version.clone());
             }
         }

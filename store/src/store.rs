@@ -1,6 +1,5 @@
 //! The store: its calls.
 
-use crate::catalog::Whole;
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::fold::{self, FoldOptions, PruneReport};
@@ -80,8 +79,14 @@ impl StoreOptions {
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct Usage {
-    /// Number of versions.
+    /// Number of versions that can be named.
     pub versions: u64,
+    /// Number of versions that were pruned, or whose branch was deleted, and that [`Store::gc`] has not removed. Their bytes count.
+    pub waiting: u64,
+    /// When the first version that can be named was stored, in seconds since 1970 by its writer's clock.
+    pub oldest: Option<u64>,
+    /// When the last one was stored.
+    pub newest: Option<u64>,
     /// Number of shortcuts.
     pub shortcuts: u64,
     /// Size of the anchors in bytes.
@@ -94,7 +99,7 @@ pub struct Usage {
     pub file_bytes: u64,
     /// Size of all of these in bytes.
     pub stored_bytes: u64,
-    /// Size of all tensors of all versions in bytes.
+    /// Size of all tensors of the versions that can be named, in bytes.
     pub tensor_bytes: u64,
 }
 
@@ -493,7 +498,7 @@ impl Store {
         gc::gc(&self.0)
     }
 
-    /// Sizes of what the manifests name. Versions that were pruned or whose branch was deleted count until [`Store::gc`] removes them.
+    /// Sizes of what the manifests name.
     ///
     /// # Errors
     /// The errors of reading manifests.
@@ -501,10 +506,19 @@ impl Store {
         let mut catalog = self.0.catalog()?;
         let mut usage = Usage::default();
         let mut files = BTreeMap::new();
-        let versions: Vec<Version> = catalog.all()?.into_values().flat_map(Whole::all_versions).cloned().collect();
-        for version in versions {
-            usage.versions += 1;
-            usage.tensor_bytes += version.tensor_bytes;
+        let branches = catalog.all()?.into_values();
+        let versions: Vec<(bool, Version)> = branches
+            .flat_map(|branch| branch.all_versions().map(move |version| (branch.is_live(version.number), version.clone())))
+            .collect();
+        for (is_live, version) in versions {
+            if is_live {
+                usage.versions += 1;
+                usage.tensor_bytes += version.tensor_bytes;
+                usage.oldest = Some(usage.oldest.map_or(version.created, |oldest| oldest.min(version.created)));
+                usage.newest = usage.newest.max(Some(version.created));
+            } else {
+                usage.waiting += 1;
+            }
             match (&version.content, &version.parent) {
                 (Content::Whole(pair), _) => usage.anchor_bytes += pair.bytes(),
                 // If the parent was removed, the pair is not stored any more.

@@ -227,13 +227,17 @@ fn a_pruned_branch_keeps_every_nth_version_and_gc_removes_the_others() {
     assert!(store.watch("main", 1, Duration::ZERO).next().unwrap().unwrap().number == 3);
 
     // Within the grace nothing goes.
-    assert_eq!(store.gc().unwrap().versions, 0);
+    let collected = store.gc().unwrap();
+    assert_eq!((collected.versions, collected.waiting), (0, 3));
+    let waits = store.usage().unwrap();
+    assert_eq!((waits.versions, waits.waiting), (before.versions - 3, 3));
+    assert!(waits.tensor_bytes < before.tensor_bytes && waits.difference_bytes == before.difference_bytes);
     let collected = later(&memory).gc().unwrap();
-    assert_eq!((collected.versions, collected.shortcuts, collected.young), (3, 0, 0));
+    assert_eq!((collected.versions, collected.waiting, collected.shortcuts, collected.young), (3, 0, 0, 0));
     // The pairs of three versions, and those of versions 3 and 6, whose parents are gone.
     assert!(collected.removed >= 10, "{collected:?}");
     let after = store.usage().unwrap();
-    assert_eq!((after.versions, after.shortcuts), (before.versions - 3, 2));
+    assert_eq!((after.versions, after.waiting, after.shortcuts), (before.versions - 3, 0, 2));
     assert!(after.difference_bytes < before.difference_bytes);
     is_sound(&store);
     check(&store, "main@6", &weights[6], &have);
