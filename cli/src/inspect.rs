@@ -12,6 +12,7 @@ use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 use tpde::{
     Apply, BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves,
     OutputFile, Pair, PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
@@ -175,9 +176,32 @@ impl Inspect {
         let file = OutputFile::create(path, &inputs, self.force)?;
         let moves = base.map(|base| self.moves(pair, &base, common)).transpose()?;
         let summary = summary(pair.index(), PairPaths::new(&self.pair));
-        let name = summary.index.with_extension("").file_name().map(|name| Escaped(&name.to_string_lossy()).to_string());
-        let page = html::page(&name.unwrap_or_default(), &summary.facts(), &Figures::new(pair.index(), moves));
+        let page = html::page(&self.title(&summary), &summary.facts(), &Figures::new(pair.index(), moves));
         file.publish(page.as_bytes())
+    }
+
+    /// Name of the pair, its base as far as it is known, its target, and when its index was written. Names are cut.
+    fn title(&self, summary: &Summary) -> String {
+        const MOST: usize = 60;
+        let name = |path: &Path| path.file_name().map(|name| Escaped(&name.to_string_lossy()).to_string()).unwrap_or_default();
+        let base = match &self.base {
+            Some(path) => name(path),
+            None if summary.base_bytes == 0 => "no base".into(),
+            None => format!("base {}", &summary.base_root[..8]),
+        };
+        let target = match &summary.files[..] {
+            [first, rest @ ..] if !first.name.is_empty() => {
+                let others =
+                    if rest.is_empty() { String::new() } else { format!(" and {}", text::counted(rest.len() as u64, "file")) };
+                format!("{}{others}", html::shortened(&Escaped(&first.name).to_string(), MOST))
+            }
+            _ => format!("target {}", &summary.target_root[..8]),
+        };
+        let written = summary.index.metadata().and_then(|metadata| metadata.modified()).ok();
+        let written = written.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let written = written.map_or("–".into(), |time| text::date(time.as_secs()));
+        let pair = name(&summary.index.with_extension(""));
+        format!("{}: {} → {target}, {written} UTC", html::shortened(&pair, MOST), html::shortened(&base, MOST))
     }
 
     /// How far the lanes of all tensors move.

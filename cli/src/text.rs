@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 use tpde::{Escaped, PayloadDigests};
 use unicode_width::UnicodeWidthStr;
 
@@ -131,6 +132,14 @@ pub fn speed(bytes: u64, seconds: f64) -> f64 {
 /// A duration: `38 ms`, `4.12 s`.
 pub fn duration(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.0} ms", seconds * 1e3) } else { format!("{seconds:.2} s") }
+}
+
+/// A time in seconds since 1970 as date and minute, in UTC: `2026-11-28 09:30`. Times that are not in years of four digits are `–`.
+pub fn date(seconds: u64) -> String {
+    const LAST: u64 = 253_402_300_799;
+    let time = (seconds <= LAST).then(|| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+    let text = time.map(|time| humantime::format_rfc3339_seconds(time).to_string());
+    text.and_then(|text| Some(text.get(..16)?.replace('T', " "))).unwrap_or_else(|| "–".into())
 }
 
 /// The first few names, escaped because they come from files, and the number of the others: `a, b, c and 7 more`.

@@ -68,6 +68,26 @@ pub fn on_log_scale(share: f64) -> f64 {
     (share.max(1e-4).log10() + 4.0) / 4.0
 }
 
+/// The end of a scale: the largest value, without those that stand for a thousandth of the weight or less. A few bytes of one small
+/// tensor leave the scale to the others. Second, whether values are beyond that end.
+pub fn end_of_scale(values: impl Iterator<Item = (f64, u64)>) -> (f64, bool) {
+    let mut values: Vec<_> = values.filter(|(value, weight)| *value > 0.0 && *weight > 0).collect();
+    values.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let most = values.iter().map(|(_, weight)| u128::from(*weight)).sum::<u128>() / 1000;
+    let mut above = 0;
+    let first = values.iter().position(|(_, weight)| {
+        above += u128::from(*weight);
+        above > most
+    });
+    let end = first.map_or(1.0, |at| values[at].0);
+    (end, values.first().is_some_and(|(value, _)| *value > end))
+}
+
+/// The label of the end of a scale of bits.
+pub fn bits_or_more((end, has_more): (f64, bool)) -> String {
+    format!("{} bits{}", number(end), if has_more { " or more" } else { "" })
+}
+
 /// The scale of a colour.
 pub fn legend(from: &str, to: &str) -> Markup {
     html! {

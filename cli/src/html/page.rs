@@ -1,14 +1,16 @@
 //! The page about a pair: text, and drawings in SVG.
 
-use super::document::{Fact, WIDTH, cell, document, legend, number, on_log_scale, percent, shade, shortened};
+use super::document::{
+    Fact, WIDTH, bits_or_more, cell, document, end_of_scale, legend, number, on_log_scale, percent, shade, shortened,
+};
 use super::figures::{Cell, Figures, Grid, Share, Sums};
 use super::treemap::{Area, squarify};
 use crate::text;
 use maud::{Markup, html};
 use tpde::Moves;
 
-/// The page of a pair named `name`.
-pub fn page(name: &str, facts: &[Fact], figures: &Figures) -> String {
+/// The page of a pair.
+pub fn page(title: &str, facts: &[Fact], figures: &Figures) -> String {
     let drawings = html! {
         (grids(&figures.grid))
         (treemap(&figures.shares))
@@ -16,19 +18,24 @@ pub fn page(name: &str, facts: &[Fact], figures: &Figures) -> String {
         (chunk_map(&figures.cells))
         (table(figures))
     };
-    document(name, facts, &drawings)
+    document(title, facts, &drawings)
 }
 
 /// Both heat maps: layers by kinds of tensors.
 fn grids(grid: &Grid) -> Markup {
-    let most = grid.rows.iter().flat_map(|(_, row)| row).filter_map(Sums::bits_per_change).fold(1.0, f64::max);
+    let all = grid.rows.iter().flat_map(|(_, row)| row);
+    let scale = end_of_scale(all.filter_map(|sums| Some((sums.bits_per_change()?, sums.changed))));
     let changed = |sums: &Sums| sums.share().map(|share| (on_log_scale(share) * f64::from(u8::from(share > 0.0)), percent(share)));
-    let bits = |sums: &Sums| sums.bits_per_change().map(|bits| ((bits / most).sqrt(), format!("{} bits per change", number(bits))));
+    let bits =
+        |sums: &Sums| sums.bits_per_change().map(|bits| ((bits / scale.0).sqrt(), format!("{} bits per change", number(bits))));
     html! {
         @if !grid.rows.is_empty() {
             section {
                 h2 id="changed" { "Changed lanes" }
-                p { "Share of the lanes that change, by kind of tensor and layer, on a logarithmic scale." }
+                p {
+                    "Share of the lanes that change, by kind of tensor and layer, on a logarithmic scale. "
+                    "A lane is one number of a tensor, taken as an integer."
+                }
                 (heat_map(grid, "changed", &changed))
                 (legend("0.01 %", "100 %"))
             }
@@ -36,7 +43,7 @@ fn grids(grid: &Grid) -> Markup {
                 h2 id="bits" { "Stored bits per change" }
                 p { "Size of the payloads, divided by the number of lanes that change, on a scale of square roots. Empty: nothing changes." }
                 (heat_map(grid, "bits", &bits))
-                (legend("0", &format!("{} bits", number(most))))
+                (legend("0", &bits_or_more(scale)))
             }
         }
     }
@@ -51,6 +58,7 @@ fn heat_map(grid: &Grid, id: &str, value: &dyn Fn(&Sums) -> Option<(f64, String)
     html! {
         @let view = format!("0 0 {WIDTH} {height}");
         svg viewBox=(view) role="img" aria-labelledby=(id) {
+            text.soft x=(number(NAMES - 8.0)) y="12" text-anchor="end" { "layer" }
             @for (i, layers) in grid.columns.iter().enumerate().step_by(every) {
                 text.soft x=(number(NAMES + cell * i as f64)) y="12" { (layers.start) }
             }
@@ -118,7 +126,7 @@ fn steps(i: usize) -> String {
 }
 
 fn histogram(moves: &Moves) -> Markup {
-    const HEIGHT: f64 = 220.0;
+    const HEIGHT: f64 = 236.0;
     const FLOOR: f64 = 190.0;
     let last = moves.up.iter().zip(&moves.down).rposition(|(up, down)| up + down > 0).unwrap_or(0);
     let bars: Vec<_> = (0..=last)
@@ -152,6 +160,7 @@ fn histogram(moves: &Moves) -> Markup {
                         text.soft x=(number(x + bar / 2.0)) y=(FLOOR + 16.0) text-anchor="middle" { (short) }
                     }
                 }
+                text.soft x=(WIDTH / 2.0) y=(FLOOR + 36.0) text-anchor="middle" { "steps from base to target, at least" }
             }
         }
     }
@@ -162,7 +171,7 @@ fn chunk_map(cells: &[Cell]) -> Markup {
     let in_row = (WIDTH / SIDE) as usize;
     let height = SIDE * cells.len().div_ceil(in_row).max(1) as f64;
     let bits = |cell: &Cell| cell.sums.bits_per_lane().unwrap_or(0.0);
-    let most = cells.iter().map(bits).fold(0.0, f64::max);
+    let scale = end_of_scale(cells.iter().map(|cell| (bits(cell), cell.sums.lanes)));
     let per_cell = cells.first().map_or(1, |cell| cell.chunks.end - cell.chunks.start);
     html! {
         section {
@@ -176,7 +185,7 @@ fn chunk_map(cells: &[Cell]) -> Markup {
                 @for (i, cell) in cells.iter().enumerate() {
                     @let (x, y) = (SIDE * (i % in_row) as f64, SIDE * (i / in_row) as f64);
                     rect.value x=(x) y=(y) width=(SIDE - 1.0) height=(SIDE - 1.0)
-                        fill-opacity=(if bits(cell) > 0.0 { shade((bits(cell) / most).sqrt()) } else { "0.04".into() }) {
+                        fill-opacity=(if bits(cell) > 0.0 { shade((bits(cell) / scale.0).sqrt()) } else { "0.04".into() }) {
                         title {
                             "chunk " (cell.chunks.start)
                             @if per_cell > 1 { " to " (cell.chunks.end - 1) }
@@ -186,7 +195,7 @@ fn chunk_map(cells: &[Cell]) -> Markup {
                     }
                 }
             }
-            (legend("0", &format!("{} bits", number(most))))
+            (legend("0", &bits_or_more(scale)))
         }
     }
 }

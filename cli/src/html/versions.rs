@@ -27,6 +27,8 @@ pub struct Version {
     /// Number and bytes of the pairs that a reader without any version reads.
     pub to_read: (u64, u64),
     /// The user's own values, as text.
+    /// Seconds since 1970.
+    pub created: u64,
     pub metadata: String,
 }
 
@@ -51,8 +53,8 @@ impl Version {
     }
 }
 
-/// The page of a store at `location`.
-pub fn page(location: &str, facts: &[Fact], branches: &[Branch]) -> String {
+/// The page of a store.
+pub fn page(title: &str, facts: &[Fact], branches: &[Branch]) -> String {
     let drawings = html! {
         @for (i, branch) in branches.iter().enumerate() {
             h2.branch id=(format!("branch-{i}")) { "Branch " (branch.name) }
@@ -62,7 +64,7 @@ pub fn page(location: &str, facts: &[Fact], branches: &[Branch]) -> String {
             (table(branch, i))
         }
     };
-    document(location, facts, &drawings)
+    document(title, facts, &drawings)
 }
 
 /// A column of a drawing: some versions that follow one another.
@@ -92,22 +94,35 @@ fn columns(branch: &Branch) -> Vec<Column<'_>> {
     let per_column = branch.versions.len().div_ceil(COLUMNS).max(1);
     let chunks = branch.versions.chunks(per_column);
     // Bars of a few versions are not as wide as the page.
-    let width = (WIDTH / chunks.len() as f64).min(64.0);
-    chunks.enumerate().map(|(i, versions)| Column { versions, x: width * i as f64, width }).collect()
+    let width = ((WIDTH - LEFT) / chunks.len() as f64).min(64.0);
+    chunks.enumerate().map(|(i, versions)| Column { versions, x: LEFT + width * i as f64, width }).collect()
 }
 
-const HEIGHT: f64 = 200.0;
+const HEIGHT: f64 = 216.0;
 const FLOOR: f64 = 176.0;
 const CEILING: f64 = 14.0;
+/// Room for the labels of a scale.
+const LEFT: f64 = 72.0;
 
-/// A drawing of bars. Each item has the height between 0 and 1, its class and its label.
-fn bars<'a>(branch: &'a Branch, id: &str, of_column: impl Fn(&Column<'a>) -> Vec<(f64, &'static str, String)>) -> Markup {
+/// A drawing of bars. Each item has the height between 0 and 1, its class and its label. A tick of the scale has a height and a label.
+fn bars<'a>(
+    branch: &'a Branch,
+    id: &str,
+    ticks: &[(f64, String)],
+    of_column: impl Fn(&Column<'a>) -> Vec<(f64, &'static str, String)>,
+) -> Markup {
     let columns = columns(branch);
     // A number needs about 48 units.
     let every = columns.first().map_or(1, |column| (48.0 / column.width).ceil() as usize);
     html! {
         svg viewBox=(format!("0 0 {WIDTH} {HEIGHT}")) role="img" aria-labelledby=(id) {
-            path.frame d=(format!("M0 {FLOOR} H{WIDTH}")) {}
+            path.frame d=(format!("M{LEFT} {FLOOR} H{WIDTH}")) {}
+            @for (value, label) in ticks {
+                @let y = FLOOR - (FLOOR - CEILING) * value;
+                path.frame d=(format!("M{LEFT} {} H{WIDTH}", number(y))) {}
+                text.soft x=(LEFT - 8.0) y=(number(y + 4.0)) text-anchor="end" { (label) }
+            }
+            text.soft x=(LEFT - 8.0) y=(FLOOR + 31.0) text-anchor="end" { "version" }
             @for (i, column) in columns.iter().enumerate() {
                 @for (value, class, label) in of_column(column) {
                     @let height = (FLOOR - CEILING) * value.clamp(0.0, 1.0);
@@ -119,7 +134,7 @@ fn bars<'a>(branch: &'a Branch, id: &str, of_column: impl Fn(&Column<'a>) -> Vec
                     }
                 }
                 @if i % every == 0 {
-                    text.soft x=(number(column.x + column.width / 2.0)) y=(FLOOR + 15.0) text-anchor="middle" {
+                    text.soft x=(number(column.x + column.width / 2.0)) y=(FLOOR + 31.0) text-anchor="middle" {
                         (column.versions[0].number)
                     }
                 }
@@ -128,7 +143,8 @@ fn bars<'a>(branch: &'a Branch, id: &str, of_column: impl Fn(&Column<'a>) -> Vec
     }
 }
 
-/// The place of a size on a logarithmic scale that ends at the largest and begins at a quarter of the smallest.
+/// The place of a size on a logarithmic scale that ends at the largest, and begins at a quarter of the smallest or at a hundred thousandth
+/// of the largest.
 struct Scale {
     least: f64,
     most: f64,
@@ -141,7 +157,15 @@ impl Scale {
             least = least.min(size as f64);
             most = most.max(size as f64);
         }
-        Self { least: (least / 4.0).min(most), most: most.max(1.0) }
+        Self { least: (least / 4.0).max(most / 1e5).min(most), most: most.max(1.0) }
+    }
+
+    /// Both ends and the middle.
+    fn ticks(&self) -> Vec<(f64, String)> {
+        if self.least >= self.most {
+            return Vec::new();
+        }
+        [0.0, 0.5, 1.0].map(|at| (at, text::bytes((self.least * (self.most / self.least).powf(at)).round() as u64))).into()
     }
 
     fn of(&self, size: f64) -> f64 {
@@ -189,7 +213,7 @@ fn stored(branch: &Branch, i: usize) -> Markup {
                 "Size of the pair of each version, on a logarithmic scale. The largest pair has " (text::bytes(scale.most as u64)) ". "
                 "External versions have no pair."
             }
-            (bars(branch, &id, of_column))
+            (bars(branch, &id, &scale.ticks(), of_column))
             (key(&[("value", "difference"), ("down", "anchor: whole"), ("mark", "shortcut")]))
         }
     }
@@ -216,9 +240,10 @@ fn changed(branch: &Branch, i: usize) -> Markup {
     };
     html! {
         section {
+            @let ticks = [1e-4, 1e-2, 1.0].map(|share| (on_log_scale(share), percent(share)));
             h3 id=(id) { "Changed elements of " (branch.name) }
             p { "Share of the elements that differ from the version before, on a logarithmic scale from 0.01 % to 100 %." }
-            (bars(branch, &id, of_column))
+            (bars(branch, &id, &ticks, of_column))
             (key(&[("value", "changed"), ("mark", "anchor")]))
         }
     }
@@ -235,9 +260,10 @@ fn to_read(branch: &Branch, i: usize) -> Markup {
     };
     html! {
         section {
+            @let ticks = [(0.0, "0 B".to_owned()), (0.5, text::bytes(most / 2)), (1.0, text::bytes(most))];
             h3 id=(id) { "Bytes to read for " (branch.name) }
             p { "Size of the pairs that a reader without any version reads. The highest bar is " (text::bytes(most)) "." }
-            (bars(branch, &id, of_column))
+            (bars(branch, &id, &ticks, of_column))
         }
     }
 }
@@ -255,6 +281,7 @@ fn table(branch: &Branch, i: usize) -> Markup {
         html! {
             tr {
                 (cell(&format!("{}@{}", branch.name, version.number)))
+                td { (text::date(version.created)) }
                 td { (if version.is_anchor() { format!("{}, anchor", version.content) } else { version.content.to_owned() }) }
                 td { (version.own.as_ref().map_or_else(none, |pair| text::bytes(pair.bytes))) }
                 td { (version.change().map_or_else(none, |pair| percent(pair.share))) }
@@ -273,7 +300,7 @@ fn table(branch: &Branch, i: usize) -> Markup {
             div.wide {
                 table aria-labelledby=(id) {
                     thead { tr {
-                        th scope="col" { "version" } th scope="col" { "stored" } th scope="col" { "bytes" } th scope="col" { "changed" }
+                        th scope="col" { "version" } th scope="col" { "created (UTC)" } th scope="col" { "stored" } th scope="col" { "bytes" } th scope="col" { "changed" }
                         th scope="col" { "ratio" } th scope="col" { "to read" } th scope="col" { "shortcuts" } th scope="col" { "metadata" }
                     } }
                     tbody { @for version in branch.versions.iter().skip(left_out).rev() { (row(version)) } }

@@ -30,6 +30,8 @@ struct Row {
     /// Number and bytes of the pairs that a reader without any version reads.
     pairs_to_read: u64,
     bytes_to_read: u64,
+    /// Seconds since 1970.
+    created: u64,
     metadata: BTreeMap<String, String>,
 }
 
@@ -67,6 +69,7 @@ impl Row {
             pairs: report.pairs.iter().map(Pair::of).collect(),
             pairs_to_read: report.to_read.0,
             bytes_to_read: report.to_read.1,
+            created: version.created,
             metadata: version.metadata.clone(),
         }
     }
@@ -92,6 +95,7 @@ impl Row {
             shortcuts: self.shortcuts().map(Pair::drawn).collect(),
             tensor_bytes: self.tensor_bytes,
             to_read: (self.pairs_to_read, self.bytes_to_read),
+            created: self.created,
             metadata: self.metadata(),
         }
     }
@@ -125,20 +129,31 @@ impl Described {
                 versions: branch.versions.iter().map(Row::drawn).collect(),
             })
             .collect();
-        html::store_page(&Escaped(location).to_string(), &facts(usage), &branches)
+        const MOST: usize = 60;
+        let location = html::shortened(&Escaped(location).to_string(), MOST);
+        let until = usage.newest.map_or("no version".into(), |newest| format!("{} UTC", text::date(newest)));
+        html::store_page(&format!("Store {location}, {until}"), &facts(usage), &branches)
     }
 }
 
 /// The sizes of a store.
 pub fn facts(usage: &Usage) -> Vec<html::Fact> {
+    let time = |seconds: Option<u64>| seconds.map_or("–".into(), text::date);
+    let waiting = match usage.waiting {
+        0 => String::new(),
+        1 => ", and 1 that was pruned or deleted and waits for gc".into(),
+        waiting => format!(", and {} that were pruned or deleted and wait for gc", text::count(waiting)),
+    };
     vec![
-        ("versions", text::count(usage.versions)),
+        ("versions", format!("{}{waiting}", text::count(usage.versions))),
+        ("stored", format!("{} to {} UTC", time(usage.oldest), time(usage.newest))),
         ("whole versions", text::bytes(usage.anchor_bytes)),
         ("differences", text::bytes(usage.difference_bytes)),
         ("shortcuts", text::bytes(usage.shortcut_bytes)),
         ("other files", text::bytes(usage.file_bytes)),
         ("all that is stored", text::bytes(usage.stored_bytes)),
         ("tensors of all versions", text::bytes(usage.tensor_bytes)),
+        ("ratio", text::times(text::ratio(usage.tensor_bytes, usage.stored_bytes))),
     ]
 }
 

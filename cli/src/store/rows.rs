@@ -148,12 +148,25 @@ impl Versions {
 impl fmt::Display for Versions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let row = |row: &Row| {
-            let parent = row.parent.clone().unwrap_or_default();
-            let bytes = [row.stored_bytes, row.new_file_bytes].map(text::bytes);
-            [vec![row.version.clone(), row.content.into(), parent, text::begin(&row.metadata(), MAX_METADATA)], bytes.into()]
-                .concat()
+            vec![
+                row.version.clone(),
+                row.content.into(),
+                row.parent.clone().unwrap_or_default(),
+                text::date(row.created),
+                text::begin(&row.metadata(), MAX_METADATA),
+                text::bytes(row.stored_bytes),
+                text::times(text::ratio(row.tensor_bytes, row.stored_bytes)),
+                text::bytes(row.new_file_bytes),
+            ]
         };
-        text::table(f, 4, &["version", "stored", "parent", "metadata", "bytes", "other files"], self.versions.iter().map(row))
+        let header = ["version", "stored", "parent", "created (UTC)", "metadata", "bytes", "ratio", "other files"];
+        text::table(f, 5, &header, self.versions.iter().map(row))?;
+        let sum = |bytes: fn(&Row) -> u64| self.versions.iter().map(bytes).fold(0, u64::saturating_add);
+        let (stored, tensors) = (sum(|row| row.stored_bytes), sum(|row| row.tensor_bytes));
+        let (ratio, files) = (text::times(text::ratio(tensors, stored)), text::bytes(sum(|row| row.new_file_bytes)));
+        let versions = text::counted(self.versions.len() as u64, "version");
+        let (stored, tensors) = (text::bytes(stored), text::bytes(tensors));
+        writeln!(f, "  {versions}: {stored} for {tensors} of tensors, {ratio}; {files} of other files")
     }
 }
 
@@ -231,7 +244,21 @@ impl fmt::Display for Collected {
             writeln!(f, "  {}", text::counted(report.shortcuts, "shortcut"))?;
         }
         let (used, young) = (text::count(report.used), text::count(report.young));
-        writeln!(f, "  kept: {used} that versions use, {young} younger than the grace or of running calls")
+        writeln!(f, "  kept: {used} that versions use, {young} younger than the grace or of running calls")?;
+        if report.waiting > 0 {
+            let (waiting, (were, stay, them)) = (
+                text::counted(report.waiting, "version"),
+                match report.waiting {
+                    1 => ("was", "stays", "it"),
+                    _ => ("were", "stay", "them"),
+                },
+            );
+            writeln!(
+                f,
+                "  {waiting} that {were} pruned, or whose branch was deleted, {stay} until the grace is over and no other needs {them}"
+            )?;
+        }
+        Ok(())
     }
 }
 

@@ -38,6 +38,13 @@ fn a_page_draws_what_a_pair_holds() {
     let chunks = report["summary"]["chunks"].as_u64().unwrap() as usize;
     assert_eq!(drawings(&page).into_iter().find(|(id, _)| id == "chunks").unwrap().1, chunks);
     assert!(page.contains(report["summary"]["pair_digest"].as_str().unwrap()));
+    let root = &report["summary"]["base_root"].as_str().unwrap()[..8];
+    let title = heading(&page);
+    assert!(
+        title.starts_with(&format!("pair: base {root} → target ")) && title.ends_with(&date(&place, "pair.tpde-index")),
+        "{title}"
+    );
+    assert!(page.contains(">layer</text>"));
     for word in ["<script", "http://", "https://", "src=", "url("] {
         assert!(!page.contains(word), "{word}");
     }
@@ -49,7 +56,33 @@ fn a_page_draws_what_a_pair_holds() {
     place.ok("inspect pair --html page.html --base base.safetensors --force");
     let page = fs::read_to_string(place.path("page.html")).unwrap();
     assert_eq!(names(&page), ["changed", "bits", "stored", "moves", "chunks"]);
-    assert!(page.contains("up by 1 step: ") && page.contains("down by 1 step: "));
+    assert!(page.contains("up by 1 step: ") && page.contains("down by 1 step: ") && page.contains(">steps from base to target"));
+    assert!(heading(&page).starts_with("pair: base.safetensors → "), "{}", heading(&page));
+    assert_eq!(page.matches(&heading(&page)).count(), 2, "the title of the document is the heading");
+}
+
+fn heading(page: &str) -> String {
+    page.split_once("<h1>").unwrap().1.split_once("</h1>").unwrap().0.to_owned()
+}
+
+/// When a file was written, as text.
+fn date(place: &Place, name: &str) -> String {
+    let written = fs::metadata(place.path(name)).unwrap().modified().unwrap();
+    format!("{} UTC", humantime::format_rfc3339_seconds(written).to_string()[..16].replace('T', " "))
+}
+
+#[test]
+fn a_few_bytes_do_not_set_the_scale() {
+    let place = Place::new();
+    // One change of the small tensor takes a whole payload.
+    let shapes: [(&str, &[usize]); 3] = [("layers.0.w", &[400, 300]), ("layers.1.w", &[400, 300]), ("layers.0.scale", &[8])];
+    let tensors: Vec<_> = shapes.iter().zip(1..).map(|((name, shape), seed)| tensor(name, "BF16", shape, seed)).collect();
+    write_file(&place.path("base.safetensors"), &tensors);
+    write_file(&place.path("target.safetensors"), &tensors.iter().map(|one| tuned(one, 8)).collect::<Vec<_>>());
+    place.ok("encode base.safetensors target.safetensors -o pair");
+    place.ok("inspect pair --html page.html");
+    let page = fs::read_to_string(place.path("page.html")).unwrap();
+    assert!(page.contains(" bits or more"), "the small tensor is beyond the scale");
 }
 
 #[test]

@@ -51,6 +51,17 @@ fn versions_come_back_as_they_were() {
     assert_eq!(newest["versions"].as_array().unwrap()[..], log["versions"].as_array().unwrap()[..2]);
     let text = place.ok("store log st").out;
     assert!(text.contains("step=2") && text.contains("difference"), "{text}");
+    let rows = log["versions"].as_array().unwrap();
+    let dates = rows.iter().map(|row| humantime::parse_rfc3339_weak(&format!("{}:00Z", date(row["created"].as_u64().unwrap()))));
+    assert!(dates.clone().all(|time| time.unwrap().elapsed().unwrap().as_secs() < 600));
+    for row in rows {
+        let line = text.lines().find(|line| line.contains(row["version"].as_str().unwrap())).unwrap();
+        assert!(line.contains(&date(row["created"].as_u64().unwrap())) && line.contains('x'), "{line}");
+    }
+    let sum = |field: &str| rows.iter().map(|row| row[field].as_u64().unwrap()).sum::<u64>();
+    let ratio = format!("{:.2}x", sum("tensor_bytes") as f64 / sum("stored_bytes") as f64);
+    let last = text.lines().last().unwrap();
+    assert!(last.contains("3 versions: ") && last.contains(&ratio), "{last}");
 
     place.ok("store branch create st trial --from main@1");
     let heads = place.json("store branch list st");
@@ -62,6 +73,9 @@ fn versions_come_back_as_they_were() {
     let sizes = place.json("store du st");
     assert_eq!(sizes["versions"], 5);
     assert!(sizes["difference_bytes"].as_u64().unwrap() > 0);
+    assert!(sizes["oldest"].as_u64() == rows[2]["created"].as_u64() && sizes["newest"].as_u64() >= rows[0]["created"].as_u64());
+    let text = place.ok("store du st").out;
+    assert!(text.contains(&format!("{} to ", date(sizes["oldest"].as_u64().unwrap()))) && text.contains("ratio"), "{text}");
     assert_eq!(place.json("store gc st")["removed"], 0);
     assert_eq!(place.json("store verify st --rebuild")["versions"], 5);
     assert_eq!(place.ok("store watch st --from 1 --limit 2").out, "main@1\nmain@2\n");
@@ -177,8 +191,18 @@ fn a_pruned_branch_reads_on_past_what_is_gone() {
         place.ok(&format!("store get st main@{i} -o back{i}"));
         same_folders(&place, &format!("back{i}"), &format!("v{i}"));
     }
-    assert_eq!(place.json("store gc st")["versions"], 0, "the mark is younger than the grace");
-    assert_eq!(place.json("store du st")["shortcuts"], 1);
+    let collected = place.json("store gc st");
+    assert_eq!((&collected["versions"], &collected["waiting"]), (&0.into(), &1.into()), "the mark is younger than the grace");
+    assert!(place.ok("store gc st").out.contains("\n  1 version that was pruned, or whose branch was deleted, stays until"));
+    let sizes = place.json("store du st");
+    assert_eq!((&sizes["versions"], &sizes["waiting"], &sizes["shortcuts"]), (&2.into(), &1.into(), &1.into()));
+    assert!(place.ok("store du st").out.contains("2, and 1 that was pruned or deleted and waits for gc"));
+}
+
+/// Seconds since 1970 as text.
+fn date(seconds: u64) -> String {
+    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+    humantime::format_rfc3339_seconds(time).to_string()[..16].replace('T', " ")
 }
 
 #[test]
@@ -201,6 +225,8 @@ fn a_report_shows_sizes_and_changes() {
     assert!(pairs[0]["changed"].as_u64().unwrap() > 0 && pairs[0]["changed"].as_u64() < pairs[0]["elements"].as_u64());
 
     let page = fs::read_to_string(place.path("page.html")).unwrap();
+    let newest = date(rows[2]["created"].as_u64().unwrap());
+    assert!(page.contains(&format!("<h1>Store st, {newest} UTC</h1>")) && page.contains(">version</text>"), "{}", &page[..2000]);
     let of = |branch: u32| ["stored", "changed", "read"].map(|name| format!("{name}-{branch}"));
     assert_eq!(crate::html::names(&page), [of(0), of(1)].concat());
     assert!(page.contains("shortcut from main@0") && page.contains("whole, anchor"));
