@@ -98,7 +98,7 @@ fn columns(branch: &Branch) -> Vec<Column<'_>> {
     chunks.enumerate().map(|(i, versions)| Column { versions, x: LEFT + width * i as f64, width }).collect()
 }
 
-const HEIGHT: f64 = 216.0;
+const HEIGHT: f64 = 200.0;
 const FLOOR: f64 = 176.0;
 const CEILING: f64 = 14.0;
 /// Room for the labels of a scale.
@@ -122,7 +122,7 @@ fn bars<'a>(
                 path.frame d=(format!("M{LEFT} {} H{WIDTH}", number(y))) {}
                 text.soft x=(LEFT - 8.0) y=(number(y + 4.0)) text-anchor="end" { (label) }
             }
-            text.soft x=(LEFT - 8.0) y=(FLOOR + 31.0) text-anchor="end" { "version" }
+            text.soft x=(LEFT - 8.0) y=(FLOOR + 16.0) text-anchor="end" { "version" }
             @for (i, column) in columns.iter().enumerate() {
                 @for (value, class, label) in of_column(column) {
                     @let height = (FLOOR - CEILING) * value.clamp(0.0, 1.0);
@@ -134,7 +134,7 @@ fn bars<'a>(
                     }
                 }
                 @if i % every == 0 {
-                    text.soft x=(number(column.x + column.width / 2.0)) y=(FLOOR + 31.0) text-anchor="middle" {
+                    text.soft x=(number(column.x + column.width / 2.0)) y=(FLOOR + 16.0) text-anchor="middle" {
                         (column.versions[0].number)
                     }
                 }
@@ -240,7 +240,7 @@ fn changed(branch: &Branch, i: usize) -> Markup {
     };
     html! {
         section {
-            @let ticks = [1e-4, 1e-2, 1.0].map(|share| (on_log_scale(share), percent(share)));
+            @let ticks = [(0.0, "0.01 %"), (0.5, "1 %"), (1.0, "100 %")].map(|(at, label)| (at, label.to_owned()));
             h3 id=(id) { "Changed elements of " (branch.name) }
             p { "Share of the elements that differ from the version before, on a logarithmic scale from 0.01 % to 100 %." }
             (bars(branch, &id, &ticks, of_column))
