@@ -83,8 +83,8 @@ fn rows_segments_and_hostile_payloads_of_a_cast() {
 #[cfg_attr(not(has_cxx), ignore = "needs g++, or the compiler that CXX names")]
 fn no_races() {
     let mut cases = Cases::default();
-    forms(&mut cases, long_or_short(1, 5));
-    for (name, chunk) in rows_and_turns().into_iter().step_by(long_or_short(2, 4)) {
+    forms(&mut cases, long_or_short(1, 9));
+    for (name, chunk) in rows_and_turns().into_iter().step_by(long_or_short(2, 9)) {
         let Some(chunk) = cast_to(chunk.case, |expected, found| expected == found) else { continue };
         cases.add(&format!("cast {name}"), false, &[chunk]);
     }
