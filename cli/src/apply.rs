@@ -136,15 +136,7 @@ impl fmt::Display for Report {
             ("size", format!("{} in {}", text::bytes(self.target_bytes), text::counted(self.tensors, "tensor"))),
             ("checked", checked.into()),
             ("payload", text::payload_digests(self.payload_digests).into()),
-            (
-                "speed",
-                format!(
-                    "{:.2} GB/s, {} on {}",
-                    self.gb_per_second,
-                    text::duration(self.seconds),
-                    text::counted(self.threads as u64, "thread")
-                ),
-            ),
+            ("speed", text::speed_fact(self.gb_per_second, self.seconds, self.threads)),
         ];
         if !self.removed.is_empty() {
             facts.push(("removed", format!("what programs would have read instead: {}", text::some(&self.removed))));

@@ -337,15 +337,7 @@ impl fmt::Display for Report {
                     self.tensor_table_bytes as f64 / tensors.max(1) as f64
                 ),
             ),
-            (
-                "speed",
-                format!(
-                    "{:.2} GB/s, {} on {}",
-                    self.gb_per_second,
-                    text::duration(self.seconds),
-                    text::counted(self.threads as u64, "thread")
-                ),
-            ),
+            ("speed", text::speed_fact(self.gb_per_second, self.seconds, self.threads)),
         ];
         let is_listed = |cause| matches!(cause, UnusedCause::Dtype | UnusedCause::Shape | UnusedCause::Larger);
         let others = self.unused_bases.iter().filter(|unused| !is_listed(unused.cause));

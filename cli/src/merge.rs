@@ -103,15 +103,7 @@ impl fmt::Display for Report {
                 ("holds", format!("{}, {}", text::counted(tensors, "tensor"), text::counted(chunks, "chunk"))),
                 ("files", files),
                 ("size", text::pair_size(self.made.target_bytes, index_bytes, blob_bytes)),
-                (
-                    "speed",
-                    format!(
-                        "{:.2} GB/s, {} on {}",
-                        self.gb_per_second,
-                        text::duration(self.seconds),
-                        text::counted(self.threads as u64, "thread")
-                    ),
-                ),
+                ("speed", text::speed_fact(self.gb_per_second, self.seconds, self.threads)),
             ],
         )
     }

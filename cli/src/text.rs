@@ -129,6 +129,11 @@ pub fn speed(bytes: u64, seconds: f64) -> f64 {
     bytes as f64 / seconds.max(1e-9) / 1e9
 }
 
+/// How fast work was: `1.20 GB/s, 38 ms on 2 threads`.
+pub fn speed_fact(gb_per_second: f64, seconds: f64, threads: usize) -> String {
+    format!("{gb_per_second:.2} GB/s, {} on {}", duration(seconds), counted(threads as u64, "thread"))
+}
+
 /// A duration: `38 ms`, `4.12 s`.
 pub fn duration(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.0} ms", seconds * 1e3) } else { format!("{seconds:.2} s") }
