@@ -13,7 +13,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tpde::{Apply, Checkpoint, Encode, Rectangle, SafetensorsCheckpoint, ValidatedIndex};
-use tpde_store::{Anchor, Content, Error, FoldOptions, GetOptions, Opened, PutOptions, Result, StoreOptions, StoredPair, Version};
+use tpde_store::{
+    Anchor, Content, Error, FoldOptions, GetOptions, GetReport, Opened, PutOptions, Result, StoreOptions, StoredPair, Version,
+};
 
 impl Failure for Error {
     fn is_cancelled(&self) -> bool {
@@ -213,19 +215,8 @@ impl Store {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         let found = self.call(py, None, 0, |store, _| store.version(version))?;
-        // An exception of the caller's function ends the call, and is raised in place of its error.
-        let raised = Mutex::new(None);
-        let selected = |index: &ValidatedIndex| -> tpde::Result<BTreeMap<String, Rectangle>> {
-            let shapes: BTreeMap<_, _> = index.tensors().map(|tensor| (tensor.name, tensor.whole_shape())).collect();
-            let call = |select: &Py<PyAny>| {
-                Python::attach(|py| select.call1(py, (shapes,))?.extract::<BTreeMap<String, (Vec<u64>, Vec<u64>)>>(py))
-            };
-            let found = select.as_ref().map_or_else(|| Ok(BTreeMap::new()), call).map_err(|error| {
-                raised.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                tpde::Error::InvalidArgument("the selection failed".into())
-            })?;
-            Ok(found.into_iter().map(|(name, (origin, extent))| (name, Rectangle::new(origin, extent))).collect())
-        };
+        let calls = Calls::default();
+        let selected = |index: &ValidatedIndex| calls.select(select.as_ref(), index);
         let outcome = self.call(py, progress, found.tensor_bytes, |store, steering| {
             let mut options = GetOptions::default().watch(steering);
             options.have = have;
@@ -233,16 +224,44 @@ impl Store {
             if select.is_some() {
                 options = options.select(&selected);
             }
-            let report = store.get(&found.name(), &path, &options)?;
-            let left_out: BTreeMap<_, _> = report.left_out.iter().map(|one| (&one.pair, &one.reason)).collect();
-            let mut version = facts(&report.version);
-            version["left_out"] = json!(left_out);
-            Ok(version.to_string())
+            Ok(rebuilt(&store.get(&found.name(), &path, &options)?))
         });
-        match raised.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(raised) => Err(raised),
-            None => outcome,
-        }
+        calls.end(outcome)
+    }
+
+    /// Rebuilds tensors of a version in memory. `select` is as for [`Store::get`]. `allocate` takes name, dtype, shape, and first index and
+    /// number of indexes in each dimension, of each wanted tensor, and returns new memory for these.
+    #[pyo3(signature = (version, *, select, allocate, have, cache, progress))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python function")]
+    fn load(
+        &self,
+        py: Python<'_>,
+        version: &str,
+        select: Option<Py<PyAny>>,
+        allocate: Py<PyAny>,
+        have: Have,
+        cache: Option<PathBuf>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<String> {
+        let found = self.call(py, None, 0, |store, _| store.version(version))?;
+        let calls = Calls::default();
+        let selected = |index: &ValidatedIndex| calls.select(select.as_ref(), index);
+        let outcome = self.call(py, progress, found.tensor_bytes, |store, steering| {
+            let mut options = GetOptions::default().watch(steering);
+            options.have = have;
+            options.cache = cache;
+            if select.is_some() {
+                options = options.select(&selected);
+            }
+            let report = store.load(&found.name(), &options, &mut |last, base, wanted| {
+                let slices = calls.allocate(&allocate, last.index(), wanted)?;
+                // SAFETY: the memory is new, so nothing else uses it.
+                let slices = unsafe { pair::slices(last, &slices)? };
+                Ok(Apply::new(last).base(base).watch(steering).to_slices(slices).map(|_| ())?)
+            })?;
+            Ok(rebuilt(&report))
+        });
+        calls.end(outcome)
     }
 
     /// Whether the store's rules ask for a whole version behind this one.
@@ -388,6 +407,59 @@ impl OpenVersion {
             Ok(encode_report(&report, &path, &[]))
         })
     }
+}
+
+/// Calls of functions of the caller, from threads of the pool. An exception of one ends the work, and is raised in place of its error.
+#[derive(Default)]
+struct Calls {
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl Calls {
+    fn call<T>(&self, call: impl FnOnce(Python<'_>) -> PyResult<T>) -> tpde::Result<T> {
+        Python::attach(call).map_err(|error| {
+            self.raised.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            tpde::Error::InvalidArgument("a function of the caller failed".into())
+        })
+    }
+
+    /// The rectangles that `select` returns for the shapes of all tensors.
+    fn select(&self, select: Option<&Py<PyAny>>, index: &ValidatedIndex) -> tpde::Result<BTreeMap<String, Rectangle>> {
+        let Some(select) = select else { return Ok(BTreeMap::new()) };
+        let shapes: BTreeMap<_, _> = index.tensors().map(|tensor| (tensor.name, tensor.whole_shape())).collect();
+        let found: BTreeMap<String, (Vec<u64>, Vec<u64>)> = self.call(|py| select.call1(py, (shapes,))?.extract(py))?;
+        Ok(found.into_iter().map(|(name, (origin, extent))| (name, Rectangle::new(origin, extent))).collect())
+    }
+
+    /// The memory that `allocate` returns for rectangles of tensors.
+    fn allocate(
+        &self,
+        allocate: &Py<PyAny>,
+        index: &ValidatedIndex,
+        wanted: &BTreeMap<String, Rectangle>,
+    ) -> tpde::Result<Vec<SliceMemory>> {
+        let describe = |(name, one): (&String, &Rectangle)| {
+            let tensor = index.find(name).ok_or_else(|| pair::unknown(name))?;
+            Ok((name.clone(), tensor.dtype.name(), tensor.whole_shape().to_vec(), one.origin.clone(), one.extent.clone()))
+        };
+        let described = wanted.iter().map(describe).collect::<tpde::Result<Vec<_>>>()?;
+        self.call(|py| allocate.call1(py, (described,))?.extract(py))
+    }
+
+    fn end<T>(self, outcome: PyResult<T>) -> PyResult<T> {
+        match self.raised.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(raised) => Err(raised),
+            None => outcome,
+        }
+    }
+}
+
+/// A version that was rebuilt.
+fn rebuilt(report: &GetReport) -> String {
+    let left_out: BTreeMap<_, _> = report.left_out.iter().map(|one| (&one.pair, &one.reason)).collect();
+    let mut version = facts(&report.version);
+    version["left_out"] = json!(left_out);
+    version.to_string()
 }
 
 /// A version, without the list of its objects.

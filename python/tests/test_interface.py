@@ -60,6 +60,7 @@ POSITIONAL = {
     tpde.store.Store.put: ["self", "checkpoint"],
     tpde.store.Store.put_pair: ["self", "pair"],
     tpde.store.Store.get: ["self", "version", "path"],
+    tpde.store.Store.load: ["self", "version", "framework", "device"],
     tpde.dcp.StorageWriter: ["store"],
     tpde.dcp.StorageReader: ["store", "version"],
     tpde.sync.Folder: ["path"],
@@ -75,7 +76,7 @@ OPTIONS = ["base", "codec", "favor", "chunk_lanes", "layout", "renamed", "mode",
 
 
 def public() -> dict[str, Any]:
-    """The public callables of the package and the methods of a store that have data and a path, except exceptions, reports, protocols and types that only functions create."""
+    """The public callables of the package and the methods of a store that read or write checkpoints, except exceptions, reports, protocols and types that only functions create."""
     returned = (
         tpde.sync.Collective,
         tpde.SafeSlice,
@@ -85,7 +86,7 @@ def public() -> dict[str, Any]:
         tpde.nn.JITCompressedLinear,
     )
     store = tpde.store.Store
-    found = {f"tpde.store.Store.{method.__name__}": method for method in (store.put, store.put_pair, store.get)}
+    found = {f"tpde.store.Store.{method.__name__}": method for method in (store.put, store.put_pair, store.get, store.load)}
     for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.store, tpde.dcp, tpde.sync):
         for name in module.__all__:
             value = getattr(module, name)

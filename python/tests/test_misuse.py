@@ -207,6 +207,7 @@ class Calls:
             tpde.store.Store.put: lambda: {"self": store, "checkpoint": base},
             tpde.store.Store.put_pair: lambda: {"self": store, "pair": pair},
             tpde.store.Store.get: lambda: {"self": store, "version": "main@0", "path": self.new()},
+            tpde.store.Store.load: lambda: {"self": store, "version": "main@0"},
             tpde.dcp.StorageWriter: lambda: {"store": store},
             tpde.dcp.StorageReader: lambda: {"store": store},
             tpde.sync.Folder: lambda: {"path": self.folder / "run"},
@@ -443,6 +444,7 @@ def test_own_errors_of_functions_of_the_caller_are_passed_on(calls: Calls) -> No
         lambda: tpde.sync.Publisher(fails, tpde.sync.Folder(calls.new())),
         lambda: tpde.torch.save_file(weights(), calls.new(), progress=fails),
         lambda: calls.store.get("main", calls.new(), tensors=fails),
+        lambda: calls.store.load("main", tensors=fails),
     ):
         with pytest.raises(Own):
             call()

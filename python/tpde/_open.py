@@ -22,6 +22,21 @@ from ._progress import Progress, progress_callback
 from ._tensor import Memories
 
 
+def allocator_of(framework: str, device: Any, *, as_integers: bool = False) -> tuple[Any, Any]:
+    """The CUDA device that receives tensors, ``None`` for the CPU, and what allocates them there."""
+    check_kinds(framework=framework, as_integers=as_integers)
+    if framework in ("pt", "torch", "pytorch"):
+        from ._torch_memory import TorchAllocator, check_device
+
+        checked = check_device(device)
+        return None if checked.type == "cpu" else checked, TorchAllocator(checked)
+    if framework not in ("np", "numpy"):
+        raise InvalidArgument(f"unknown framework {framework!r}: expected 'pt' or 'np'")
+    if str(device) != "cpu":
+        raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
+    return None, NumPyAllocator(as_integers=as_integers)
+
+
 class Reader:
     """A pair and its base, for one framework. `safe_open` and the functions of `tpde.torch` and `tpde.numpy` share it."""
 
@@ -36,25 +51,13 @@ class Reader:
         is_read_once: bool = False,
         as_integers: bool = False,
     ) -> None:
-        check_kinds(framework=framework, as_integers=as_integers)
         #: The CUDA device that receives the tensors; ``None`` for the CPU.
-        self.device: Any = None
+        self.device: Any
+        self.device, self.allocator = allocator_of(framework, device, as_integers=as_integers)
         #: The pair on that device, if tensors are rebuilt there; ``None`` if they are rebuilt on the CPU and copied.
         self.on_device: Any = None
         #: Whether `on_device` belongs to the caller, who may use it for other calls.
         self.on_device_is_kept = False
-        if framework in ("pt", "torch", "pytorch"):
-            from ._torch_memory import TorchAllocator, check_device
-
-            checked = check_device(device)
-            self.device = None if checked.type == "cpu" else checked
-            self.allocator: Any = TorchAllocator(checked)
-        elif framework in ("np", "numpy"):
-            if str(device) != "cpu":
-                raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
-            self.allocator = NumPyAllocator(as_integers=as_integers)
-        else:
-            raise InvalidArgument(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self.tensors: Mapping[str, Any] | None = None
         #: The columns of these tensors, if known.
         self.columns: _tpde.Columns | None = None
@@ -68,7 +71,7 @@ class Reader:
             if device_of((self.tensors or {}).values()) is not None or base is None:
                 self._open_on_device(pair, expect, is_read_once=is_read_once)
             else:
-                self.allocator = TorchAllocator("cpu")
+                self.allocator = allocator_of(framework, "cpu")[1]
         if self.on_device is None:
             self.pair = open_pair(pair, path, expect)
         self.has_base_files = path is not None

@@ -128,6 +128,17 @@ class Store:
         cache: _Path | None,
         progress: _Progress | None,
     ) -> str: ...
+    # `allocate` takes name, dtype, shape, first index and number of indexes in each dimension of each wanted tensor.
+    def load(
+        self,
+        version: str,
+        *,
+        select: Callable[[dict[str, list[int]]], dict[str, tuple[list[int], list[int]]]] | None,
+        allocate: Callable[[list[tuple[str, str, list[int], list[int], list[int]]]], list[_SliceMemory]],
+        have: _Have,
+        cache: _Path | None,
+        progress: _Progress | None,
+    ) -> str: ...
     # Whether the store's rules ask for a whole version behind this one.
     def needs_anchor(self, version: str) -> bool: ...
     def version(self, version: str) -> str: ...

@@ -14,10 +14,10 @@ A location is the path of a folder. If the package was built with the feature ``
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,13 @@ from . import _tpde
 from ._arguments import check_kinds
 from ._errors import InvalidArgument
 from ._memory import describe_all
+from ._open import allocator_of
 from ._parts import check_parts, rectangles
 from ._paths import StrPath, is_path, matching_names, options, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
 from ._state import saved_of
 from ._tied import fitting, groups, rank_of
+from ._versions import GcReport, PruneReport, RebuiltVersion, Usage, Version, VerifyReport
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,124 +41,10 @@ if not hasattr(_tpde, "Store"):
 
 __all__ = ["GcReport", "PruneReport", "RebuiltVersion", "Store", "Usage", "Version", "VerifyReport", "init"]
 
+_log = logging.getLogger("tpde")
+
 #: Stores of a parent process. Their threads do not exist here, so ending them would wait for ever.
 _OF_PARENTS: list[_tpde.Store] = []
-
-
-@dataclass(frozen=True)
-class Version:
-    """A version of a checkpoint."""
-
-    #: ``BRANCH@NUMBER``.
-    name: str
-    branch: str
-    number: int
-    #: The version before.
-    parent: str | None
-    #: How it is stored: ``"whole"``, ``"difference"``, ``"external"`` (not at all), or ``"same"`` (the tensors of the parent).
-    content: str
-    #: Where an external version can be found, in the words of its writer.
-    hint: str | None = field(repr=False)
-    #: Size of its pair in bytes.
-    stored_bytes: int
-    #: Size of its tensors in bytes.
-    tensor_bytes: int
-    tensors: int
-    #: Files beside the tensors, such as configuration and tokenizer.
-    files: list[str] = field(repr=False)
-    #: Seconds since 1970, by the writer's clock.
-    created: int = field(repr=False)
-    #: Digest of the tensors.
-    state: str = field(repr=False)
-    #: The caller's own values.
-    metadata: dict[str, str] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class RebuiltVersion(Version):
-    """The result of :meth:`Store.get`: the version that was rebuilt."""
-
-    #: Damaged pairs that were not used, because another way leads past them: their faults by name, as in ``"the shortcut from main@0
-    #: to main@10"``. :meth:`Store.fold` makes a shortcut anew.
-    left_out: dict[str, str] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """The result of :meth:`Store.verify`."""
-
-    #: Number of versions that were checked.
-    versions: int
-    #: Number of bytes that were read.
-    bytes: int
-    #: Versions that are damaged, with the first fault of each.
-    faults: dict[str, str]
-    #: Shortcuts that are damaged, with the first fault of each. Readers leave them out, and :meth:`Store.fold` makes them anew.
-    shortcuts: dict[str, str]
-    #: Versions that need a checkpoint which is not in the store. Only their own pairs and files were checked.
-    external: list[str]
-
-
-@dataclass(frozen=True)
-class PruneReport:
-    """The result of :meth:`Store.prune`."""
-
-    #: The versions that were pruned, in ascending order of number.
-    pruned: list[str]
-    #: Number of versions of the branch that are left.
-    kept: int
-    #: Number of shortcuts that were made.
-    shortcuts: int
-    #: Size of their pairs in bytes.
-    shortcut_bytes: int
-    #: Versions to which no shortcut could be made, and why. The versions that lead to them were kept.
-    skipped: dict[str, str]
-
-
-@dataclass(frozen=True)
-class GcReport:
-    """The result of :meth:`Store.gc`."""
-
-    #: Number of removed versions: those that were pruned, and those of deleted branches.
-    versions: int
-    #: Number of versions that were pruned, or whose branch was deleted, and that stay: the grace is not over, or others need them.
-    waiting: int
-    #: Number of removed shortcuts.
-    shortcuts: int
-    #: Number of objects that versions use, also versions that wait.
-    used: int
-    #: Number of objects that no version uses, and that are too young to be removed.
-    young: int
-    removed: int
-    removed_bytes: int
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Sizes of what the manifests of a store name."""
-
-    #: Number of versions that can be named.
-    versions: int
-    #: Number of versions that were pruned, or whose branch was deleted, and that :meth:`Store.gc` has not removed. Their bytes count.
-    waiting: int
-    #: When the first version that can be named was stored, in seconds since 1970 by its writer's clock.
-    oldest: int | None
-    #: When the last one was stored.
-    newest: int | None
-    #: Number of shortcuts: pairs that :meth:`Store.fold` and :meth:`Store.prune` have made.
-    shortcuts: int
-    #: Size of the anchors in bytes.
-    anchor_bytes: int
-    #: Size of the pairs that need their parent, in bytes.
-    difference_bytes: int
-    #: Size of the pairs of shortcuts in bytes.
-    shortcut_bytes: int
-    #: Size of the files beside the tensors, each counted once, in bytes.
-    file_bytes: int
-    #: Size of all of these in bytes.
-    stored_bytes: int
-    #: Size of all tensors of the versions that can be named, in bytes.
-    tensor_bytes: int
 
 
 def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 100, anchor_percent: int = 100) -> Store:
@@ -358,6 +246,68 @@ class Store:
                 progress=callback,
             )
         return report(RebuiltVersion, text)
+
+    def load(
+        self,
+        version: str,
+        framework: str = "pt",
+        device: Any = "cpu",
+        *,
+        tensors: str | Iterable[str] | Callable[[str], bool] | None = None,
+        parts: Mapping[str, Any] | None = None,
+        have: Mapping[str, StrPath] | None = None,
+        cache: StrPath | None = None,
+        as_integers: bool = False,
+        progress: Progress = None,
+    ) -> dict[str, Any]:
+        """Rebuild a version in memory: name to PyTorch tensor or NumPy array, each in memory of its own. The tensors are those that
+        :meth:`get` writes, and the same digests are compared. Other files of the version are not read.
+
+        Memory: the tensors, chunks of them, and that of objects which are read at the same time. Disk: the pairs that lead to the
+        version, in the folder for temporary files or in ``cache``; no checkpoint is written. If a shortcut is damaged, another way to
+        the version is taken, and a warning of the logger ``tpde`` names the shortcut.
+
+        Args:
+            version: ``BRANCH@NUMBER``, or ``BRANCH``.
+            framework: ``"pt"`` for PyTorch, ``"np"`` for NumPy.
+            device: Where PyTorch's tensors go. They are rebuilt on the CPU, all at once, and copied to another device.
+            tensors, parts, have: As for :meth:`get`. A tensor of ``parts`` has the shape of its rectangle.
+            cache: Folder in which the pairs that were read stay for later calls.
+            as_integers: As for :func:`tpde.numpy.load_file`.
+            progress: As for :func:`tpde.encode`.
+
+        Raises:
+            ExternalVersion: The base is not in the store, and not in ``have``.
+            InvalidArgument: A pattern matches no tensor, or a tensor has several rectangles, or one that is not within it; or NumPy
+                lacks the dtype of a tensor.
+            NoVersion, Unreachable, WrongBase, OutOfMemory, DeviceUnavailable: As their names say.
+        """
+        check_kinds(parts=parts)
+        check_parts({} if parts is None else parts)
+        target = allocator_of(framework, device, as_integers=as_integers)[0]
+        allocator = allocator_of(framework, "cpu", as_integers=as_integers)[1]
+        loaded: dict[str, Any] = {}
+
+        def allocate(wanted: list[tuple[str, str, list[int], list[int], list[int]]]) -> list[Any]:
+            loaded.clear()  # of another way, which was damaged
+            slices = []
+            for name, dtype, shape, origin, extent in wanted:
+                loaded[name], memory = allocator.empty(name, dtype, extent)
+                slices.append(((name, dtype, shape, *memory[3:]), origin, extent, None))
+            return slices
+
+        with progress_callback(progress, "load") as callback:
+            text = self._store.load(
+                _text(version, "version"),
+                select=partial(_selection, tensors, parts or {}) if tensors is not None or parts else None,
+                allocate=allocate,
+                have=have_of(have),
+                cache=path_or_none(cache),
+                progress=callback,
+            )
+        for pair, fault in report(RebuiltVersion, text).left_out.items():
+            _log.warning("%s is damaged, and was not used: %s", pair, fault)
+        return loaded if target is None else {name: loaded.pop(name).to(target) for name in list(loaded)}
 
     def version(self, version: str) -> Version:
         """The version of this name: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest one.

@@ -87,7 +87,18 @@ impl<'a> GetOptions<'a> {
         Ok(Wanted::of(selection.into_iter().map(|(name, rectangle)| (name, vec![rectangle]))))
     }
 
-    /// The wanted rectangles of the tensors of a pair.
+    /// The wanted rectangles of the tensors of a pair: all tensors whole, if nothing is selected.
+    ///
+    /// # Errors
+    /// Those of [`selection`](Self::selection).
+    pub(crate) fn rectangles(&self, version: &Version, index: &ValidatedIndex) -> Result<BTreeMap<String, Rectangle>> {
+        if self.is_selection() {
+            return self.selection(version, index);
+        }
+        Ok(index.tensors().map(|tensor| (tensor.name.to_owned(), Rectangle::whole(tensor.whole_shape()))).collect())
+    }
+
+    /// The selected rectangles of the tensors of a pair.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there are none; those of [`select`](Self#structfield.select).
@@ -107,7 +118,7 @@ impl<'a> GetOptions<'a> {
     }
 }
 
-/// What [`Store::get`](crate::Store::get) has done.
+/// What [`Store::get`](crate::Store::get) or [`Store::load`](crate::Store::load) has done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GetReport {
@@ -123,20 +134,16 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     let have = resolve(&mut catalog, &options.have)?;
     let version = catalog.find(version)?;
     if output.symlink_metadata().is_ok() {
-        return Err(Error::io("write a version to", output, io::Error::new(io::ErrorKind::AlreadyExists, "it exists")));
+        let reason = "it exists, and get replaces nothing: choose another output, or remove this one first";
+        return Err(Error::io("write a version to", output, io::Error::new(io::ErrorKind::AlreadyExists, reason)));
     }
     let Some(name) = output.file_name() else {
         return Err(Error::InvalidArgument(format!("{} names no file or folder", Escaped(&output.display().to_string()))));
     };
     check_neighbours(output)?;
     let parent = parent_of(output);
-    for (what, path) in [("an output", Some(output)), ("a cache", options.cache.as_deref())] {
-        let Some((path, store)) = path.zip(prefix.remote.folder()) else { continue };
-        if path.ancestors().find_map(|path| path.canonicalize().ok()).is_some_and(|place| place.starts_with(store)) {
-            let [store, path] = [store, path].map(|path| Escaped(&path.display().to_string()).to_string());
-            return Err(Error::InvalidArgument(format!("expected {what} outside of the store {store}, found {path}")));
-        }
-    }
+    check_outside(prefix, "an output", Some(output))?;
+    check_outside(prefix, "a cache", options.cache.as_deref())?;
     if let Some(cache) = options.cache.as_deref().filter(|cache| is_within(cache, output)) {
         let [cache, output] = [cache, output].map(|path| Escaped(&path.display().to_string()).to_string());
         return Err(Error::InvalidArgument(format!("expected a cache outside of the output {output}, found {cache}")));
@@ -173,6 +180,16 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
     outcome
 }
 
+/// Checks that a path is not in the folder of the store.
+pub(crate) fn check_outside(prefix: &Prefix, what: &str, path: Option<&Path>) -> Result<()> {
+    let Some((path, store)) = path.zip(prefix.remote.folder()) else { return Ok(()) };
+    if path.ancestors().find_map(|path| path.canonicalize().ok()).is_some_and(|place| place.starts_with(store)) {
+        let [store, path] = [store, path].map(|path| Escaped(&path.display().to_string()).to_string());
+        return Err(Error::InvalidArgument(format!("expected {what} outside of the store {store}, found {path}")));
+    }
+    Ok(())
+}
+
 /// Whether a path is another one, which does not exist, or leads through it.
 fn is_within(path: &Path, other: &Path) -> bool {
     let place = |path: &Path| Some((parent_of(path).canonicalize().ok()?, path.file_name()?.to_owned()));
@@ -184,7 +201,7 @@ fn is_within(path: &Path, other: &Path) -> bool {
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if it cannot be rebuilt without them.
-fn without_itself(catalog: &mut Catalog<'_>, version: &Version, mut have: Have) -> Result<Have> {
+pub(crate) fn without_itself(catalog: &mut Catalog<'_>, version: &Version, mut have: Have) -> Result<Have> {
     while let Some(Route { source: Source::Version(same), steps }) = route::find_without(catalog, version, Start::Get(&have), &[])?
         && steps.is_empty()
         && let Some(path) = have.remove(&(same.branch.clone(), same.number))

@@ -62,7 +62,7 @@ pub use fold::{FoldOptions, PruneReport};
 pub use gc::GcReport;
 pub use get::{GetOptions, GetReport, SelectTensors};
 pub use manifest::{Content, Reference, Segment, Shortcut, SinceAnchor, Stored, StoredFile, StoredPair, Version};
-pub use opened::Opened;
+pub use opened::{LoadTensors, Opened};
 pub use put::{Anchor, PutOptions};
 pub use reach::LeftOut;
 pub use report::{PairReport, VersionReport};

@@ -8,7 +8,7 @@ use crate::get::{self, GetOptions, GetReport};
 use crate::local::LocalFolder;
 use crate::manifest::{Content, MAX_MANIFEST, STORE_SCHEMA, Shortcut, StoreManifest, StoredPair, Version};
 use crate::names::{self, STORE};
-use crate::opened::{self, Opened};
+use crate::opened::{self, LoadTensors, Opened};
 use crate::prefix::{NOBODY, Prefix, SEGMENT_BYTES, json, new_id, new_version, now};
 use crate::put::{self, PutOptions};
 use crate::remote::{IN_FLIGHT, Remote};
@@ -363,6 +363,17 @@ impl Store {
         options: &GetOptions<'_>,
     ) -> Result<Opened> {
         opened::open_version(&self.0, version, parts, options)
+    }
+
+    /// Rebuilds tensors of a version in memory. `load` gets the pair that gives the version, the base of that pair, and the wanted
+    /// rectangle of each wanted tensor. It decodes them with [`tpde::Apply::to_slices`], which compares the digests of complete tensors.
+    /// The pairs are read into a local folder: [`GetOptions::cache`], or a temporary one, which is removed. No checkpoint is written. If
+    /// a pair turns out to be damaged and there is another way to the version, `load` is called again.
+    ///
+    /// # Errors
+    /// As for [`Store::get`], and those of `load`.
+    pub fn load(&self, version: &str, options: &GetOptions<'_>, load: &mut LoadTensors<'_>) -> Result<GetReport> {
+        opened::load(&self.0, version, options, load)
     }
 
     /// Whether the store's rules ask for a whole version after this one. [`Store::put`] follows them; callers of

@@ -1,5 +1,6 @@
 //! Small checkpoints, made from a seed.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -63,6 +64,12 @@ impl Weights {
     pub fn write(&self, path: &Path) -> PathBuf {
         fs::write(path, self.file(0..3)).unwrap();
         path.to_owned()
+    }
+
+    /// The bytes of the tensors, by name.
+    pub fn tensors(&self) -> BTreeMap<String, Vec<u8>> {
+        let bytes = |lanes: &Vec<u16>| lanes.iter().flat_map(|lane| lane.to_le_bytes()).collect();
+        NAMES.iter().zip(&self.0).map(|(name, lanes)| (name.to_string(), bytes(lanes))).collect()
     }
 
     /// The bytes of [`Weights::write`].

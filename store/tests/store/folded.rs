@@ -157,6 +157,8 @@ fn a_shortcut_by_a_stranger_is_checked() {
         let report = store.get("main@3", out.at("out"), &GetOptions::default()).unwrap();
         assert!(fs::read(out.at("out")).unwrap() == weights[3].bytes());
         assert_eq!(report.left_out.len(), 1, "{report:?}");
+        let (loaded, again) = load(&store, "main@3", &GetOptions::default());
+        assert!(loaded == weights[3].tensors() && again.left_out == report.left_out, "{again:?}");
         let reason = &report.left_out[0].reason;
         assert!(reason.contains(expected), "expected {expected:?}, found {reason}");
         let verified = store.verify(None, true).unwrap();
@@ -478,6 +480,9 @@ fn a_damaged_shortcut_is_left_out_and_made_anew() {
             let report = store.get("main@4", out.at("out"), &options).unwrap();
             assert_eq!(report.left_out.len(), 1, "{report:?}");
             assert!(!is_whole || fs::read(out.at("out")).unwrap() == weights[4].bytes());
+            let (loaded, report) = load(&store, "main@4", &options);
+            assert_eq!(report.left_out.len(), 1, "{report:?}");
+            assert!(loaded.iter().all(|(name, bytes)| weights[4].tensors()[name] == *bytes) && loaded.contains_key(NAMES[2]));
         }
         let report = store.verify(None, true).unwrap();
         assert_eq!((report.faults.len(), report.shortcuts.len()), (0, 1), "{report:?}");

@@ -16,11 +16,13 @@ mod watched;
 use checkpoints::{NAMES, Random, Weights, tree};
 use faulty::{Fault, Faulty};
 use object_store::memory::InMemory;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
+use tpde::{Apply, Rectangle, SliceMut};
 use tpde_store::*;
 
 /// Small, so that blobs and files have several segments.
@@ -61,6 +63,20 @@ fn check(store: &Store, version: &str, expected: &Weights, options: &GetOptions<
     store.get(version, place.at("out.safetensors"), options).unwrap();
     assert!(fs::read(place.at("out.safetensors")).unwrap() == expected.bytes(), "{version} differs");
     assert_eq!(fs::read_dir(place.0.path()).unwrap().count(), 1, "only the output is left");
+    assert!(load(store, version, options).0 == expected.tensors(), "{version} differs in memory");
+}
+
+/// The tensors of a version by name, and what [`Store::load`] reports.
+fn load(store: &Store, version: &str, options: &GetOptions<'_>) -> (BTreeMap<String, Vec<u8>>, GetReport) {
+    let mut loaded = BTreeMap::new();
+    let report = store.load(version, options, &mut |last, base, wanted| {
+        let empty = |(name, one): (&String, &Rectangle)| (name.clone(), vec![0; 2 * one.extent.iter().product::<u64>() as usize]);
+        loaded = wanted.iter().map(empty).collect();
+        let slices = loaded.iter_mut().map(|(name, bytes)| SliceMut::new(name, wanted[name].clone(), bytes));
+        Ok(Apply::new(last).base(base).to_slices(slices).map(|_| ())?)
+    });
+    let report = report.unwrap();
+    (loaded, report)
 }
 
 #[test]
