@@ -75,6 +75,7 @@ mod encode;
 mod error;
 mod floats;
 mod format;
+mod hint;
 mod index;
 #[doc(hidden)]
 pub mod internals;
@@ -119,6 +120,7 @@ pub use encode::{
 };
 pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, PartNotHeld, Result, Rule, UnknownName};
 pub use format::{BaseKind, FileKind, FormatVersion};
+pub use hint::hint;
 pub use index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
 pub use lane::Dtype;
 pub use limits::{Limits, OpenOptions};

@@ -6,7 +6,6 @@ use clap::error::ContextValue;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{self, Write};
-use std::path::Path;
 use std::process::ExitCode;
 use tpde::{Conflict, Error, Escaped, Location, Rule};
 
@@ -71,7 +70,7 @@ pub fn show(error: &anyhow::Error, json: bool) -> ExitCode {
         (step, at.pair) = (Some(*number), Some(pair.clone()));
     }
     let message = message(error);
-    let hint = ours.and_then(hint);
+    let hint = ours.map_or_else(|| hint_of_store(error), hint);
     // If stderr is closed too, only the exit code reports the error.
     let _ = writeln!(anstream::stderr(), "{BAD}error:{BAD:#} {message}");
     if let Some(hint) = hint {
@@ -227,82 +226,42 @@ fn is_of_store(_: &(dyn std::error::Error + 'static)) -> bool {
     false
 }
 
+/// Advice that names options of the program; otherwise that of the library.
 fn hint(error: &Error) -> Option<&'static str> {
-    Some(match error {
-        Error::Step { number: 2.., source, .. } if matches!(**source, Error::WrongBase { .. } | Error::AlreadyApplied { .. }) => {
-            "each pair of a chain is made from the target of the pair before it: is the order right?"
-        }
-        Error::Step { source, .. } => return hint(source),
-        Error::WrongBase { .. } => {
-            "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
-        }
-        Error::Io { action: "write a version to", .. } => {
-            "store get replaces nothing: choose another output, or remove this one first"
-        }
+    Some(match cause(error) {
+        // Its message says what to do.
+        Error::Io { action: "write a version to", .. } => return None,
         // Raised by the library itself: an error of the operating system would have a number.
         Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists && source.raw_os_error().is_none() => {
             "--force replaces what exists"
         }
-        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_of_pair(path) => {
-            "a pair is named without its endings, or by either file; both files must be in one folder"
-        }
-        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_url(path) => {
-            "paths are those of this machine: download the checkpoint first, or keep it in a store, which may have a URL (tpde store)"
-        }
-        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound && is_on_hub(path) => {
-            "there is no such folder here; a checkpoint on a model hub is downloaded first: hf download NAME --local-dir FOLDER"
-        }
-        Error::Changed { .. } => "let the program that writes the file finish, then run the command again",
-        Error::NotMergeable(refused) => match refused.conflict {
-            Conflict::Tensor => "tpde fold joins pairs that follow each other; tpde subset makes a pair without the tensor",
-            Conflict::Type | Conflict::Cuts => "tpde subset makes a pair without the tensor",
-            Conflict::Base => "the pairs of a merge must all be made from one base",
-            Conflict::File => "--no-files merges the tensors without the files",
-            _ => return None,
-        },
-        Error::NotWritable { .. } => "the pair can still be applied to tensors in memory",
+        Error::NotMergeable(refused) if refused.conflict == Conflict::File => "--no-files merges the tensors without the files",
         Error::NoLibrary { .. } => "without --trust the processor expands payloads of codec zstd",
         Error::NoDevice(_) => "without --device the processor does the same work",
-        Error::Invalid(invalid) => match invalid.rule {
-            Rule::BaseTensor => "a pair fits the one checkpoint that it was made from: pass that as BASE",
-            Rule::BaseFile => {
-                "the pair takes this header from its base: pass that file, or rebuild the tensors under a new header with --tensor '*'"
-            }
-            Rule::HeaderPayloadRoot | Rule::PayloadDigest => {
-                "the payloads are not those that the pair was made with: fetch both files again, from a source that you trust"
-            }
-            Rule::BlobPairDigest | Rule::BlobVersionMinor => "index and blob are of two pairs: fetch both files of one again",
-            Rule::BlobBlobSize => "the blob is cut short or belongs to another index: fetch both files again",
-            Rule::HeaderIndexSize => "the index is cut short, or other bytes follow it: fetch it again",
-            Rule::HeaderMagic | Rule::BlobMagic => "this is not a file of a pair, or an end-of-line conversion has damaged it",
-            Rule::HeaderVersionMajor
-            | Rule::HeaderRequiredFeatures
-            | Rule::TensorCodec
-            | Rule::TensorDtype
-            | Rule::TensorBaseKind => "a newer tpde may be able to read this pair",
-            Rule::HeaderCrc32 | Rule::IndexDigest | Rule::BlobCrc32 | Rule::PayloadCrc32 | Rule::PayloadPadding => {
-                "the file was damaged after it was written: fetch it again"
-            }
-            _ => return None,
-        },
-        _ => return None,
+        Error::Invalid(invalid) if invalid.rule == Rule::BaseTensor => {
+            "the pair needs the checkpoint that it was made from: pass that as BASE"
+        }
+        Error::Invalid(invalid) if invalid.rule == Rule::BaseFile => {
+            "the pair takes this header from its base: pass that file, or rebuild the tensors under a new header with --tensor '*'"
+        }
+        _ => return tpde::hint(error),
     })
 }
 
-fn is_of_pair(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e == "tpde-index" || e == "tpde-blob")
+/// As [`hint`], if the error is one of stores.
+#[cfg(feature = "store")]
+fn hint_of_store(error: &anyhow::Error) -> Option<&'static str> {
+    use tpde_store::Error;
+    Some(match error.chain().find_map(|cause| cause.downcast_ref::<Error>())? {
+        Error::NotAStore { .. } => "tpde store init makes a store: is this the right folder or URL?",
+        Error::External { .. } => "--have VERSION=PATH passes the checkpoint",
+        error => return error.hint(),
+    })
 }
 
-fn is_url(path: &Path) -> bool {
-    path.to_str()
-        .and_then(|path| path.split_once(":/"))
-        .is_some_and(|(scheme, _)| scheme.bytes().all(|b| b.is_ascii_alphanumeric()))
-}
-
-/// Whether a path that does not exist may be the name of a model, as in `owner/name`.
-fn is_on_hub(path: &Path) -> bool {
-    let has_owner = path.parent().is_some_and(|owner| !owner.as_os_str().is_empty() && !owner.exists());
-    path.is_relative() && path.components().count() == 2 && has_owner && !path.to_string_lossy().ends_with(".safetensors")
+#[cfg(not(feature = "store"))]
+fn hint_of_store(_: &anyhow::Error) -> Option<&'static str> {
+    None
 }
 
 #[cfg(test)]

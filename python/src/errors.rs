@@ -2,7 +2,11 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySlice, PyTuple};
-use tpde::Error;
+use std::io::ErrorKind;
+use tpde::{Conflict, Error, Rule};
+
+/// The keyword of the exceptions for advice. They show it after their message.
+pub const HINT: &str = "_hint";
 
 /// An instance of the exception class `class`, with this message and these attributes.
 pub fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
@@ -18,19 +22,49 @@ pub fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &
 
 /// The exception for an error of the library.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    attributes(py, error).unwrap_or_else(|error| error)
+    with_hint(py, error, hint(error))
 }
 
-fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+/// The exception for an error of the library, with this advice.
+pub fn with_hint(py: Python<'_>, error: &Error, hint: Option<&str>) -> PyErr {
+    attributes(py, error, hint).unwrap_or_else(|error| error)
+}
+
+/// Advice that names arguments of the package; otherwise that of the library.
+fn hint(error: &Error) -> Option<&'static str> {
+    let cause = match error {
+        Error::Step { source, .. } => source,
+        error => error,
+    };
+    Some(match cause {
+        // Raised by the library itself: an error of the operating system would have a number.
+        Error::Io { source, .. } if source.kind() == ErrorKind::AlreadyExists && source.raw_os_error().is_none() => {
+            "replace=True replaces what exists"
+        }
+        Error::NotMergeable(refused) if refused.conflict == Conflict::File => "files=False merges the tensors without the files",
+        Error::NoDevice(_) => "without a device the processor does the same work",
+        Error::Invalid(invalid) if invalid.rule == Rule::BaseTensor => {
+            "the pair needs the checkpoint that it was made from: pass that as base="
+        }
+        Error::Invalid(invalid) if invalid.rule == Rule::BaseFile => {
+            "the pair takes this header from its base: pass that file as base=, or rebuild the tensors under a new header with \
+             tensors='*'"
+        }
+        _ => return tpde::hint(error),
+    })
+}
+
+fn attributes(py: Python<'_>, error: &Error, hint: Option<&str>) -> PyResult<PyErr> {
     let with = PyDict::new(py);
+    with.set_item(HINT, hint)?;
     let class = match error {
         Error::Io { action, path, source } => {
             with.set_item("action", action)?;
             with.set_item("path", path)?;
             with.set_item("errno", source.raw_os_error())?;
             match source.kind() {
-                std::io::ErrorKind::NotFound => "NotFound",
-                std::io::ErrorKind::AlreadyExists => "AlreadyExists",
+                ErrorKind::NotFound => "NotFound",
+                ErrorKind::AlreadyExists => "AlreadyExists",
                 _ => "SystemRefused",
             }
         }

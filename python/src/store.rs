@@ -29,8 +29,14 @@ impl Failure for Error {
 
 fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let with = PyDict::new(py);
+    let hint = match error {
+        Error::NotAStore { .. } => Some("tpde.store.init makes a store: is this the right folder or URL?"),
+        Error::External { .. } => Some("have={version: path} passes the checkpoint"),
+        error => error.hint(),
+    };
+    with.set_item(errors::HINT, hint)?;
     let class = match error {
-        Error::Tpde(error) => return Ok(errors::to_python(py, error)),
+        Error::Tpde(error) => return Ok(errors::with_hint(py, error, hint)),
         Error::Request { action, object, .. } => {
             with.set_item("action", action)?;
             with.set_item("object", object)?;

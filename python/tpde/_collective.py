@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._errors import BadCheckpoint, Disconnected, InvalidArgument
+from ._errors import BadCheckpoint, Disconnected, InvalidArgument, reason_of
 from ._torch_memory import check_device
 
 
@@ -175,6 +175,6 @@ class _Use:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if error is None:
             return
-        self._messages._lost = f"{type(error).__name__}: {error}"
+        self._messages._lost = reason_of(error)
         if isinstance(error, Exception):
             raise Disconnected(f"the channel is disconnected: {self._messages._lost}", reason=self._messages._lost) from error

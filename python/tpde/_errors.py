@@ -12,8 +12,10 @@ class TpdeError(Exception):
     """The base class of all exceptions of this package, except Python's own for wrong argument types.
 
     Keyword arguments of the constructor become attributes. A listed attribute that was not passed is ``None`` if the class has
-    that default, otherwise it is missing.
+    that default, otherwise it is missing. The text of some errors has a second line with a hint: a likely cause, or what helps.
     """
+
+    _hint: str | None = None
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
@@ -26,7 +28,7 @@ class TpdeError(Exception):
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        return self._message
+        return self._message if self._hint is None else f"{self._message}\nhint: {self._hint}"
 
     def __reduce__(self) -> Any:
         return _revive, (type(self), self._message, self._attributes)
@@ -34,6 +36,11 @@ class TpdeError(Exception):
 
 def _revive(kind: type[TpdeError], message: str, attributes: dict[str, Any]) -> TpdeError:
     return kind(message, **attributes)
+
+
+def reason_of(error: BaseException) -> str:
+    """Type and text of an error on one line, for the text of another one. Without a hint, which is about the arguments of one call."""
+    return f"{type(error).__name__}: {error._message if isinstance(error, TpdeError) else error}"
 
 
 class SystemRefused(TpdeError, OSError):
@@ -86,17 +93,6 @@ class Invalid(TpdeError, ValueError):
     chunk: int | None = None
     expected: str
     found: str
-
-
-@contextlib.contextmanager
-def needing_base(*, is_passed: bool) -> Iterator[None]:
-    """An error of a pair that lacks its base says what to pass, if none was passed."""
-    try:
-        yield
-    except Invalid as error:
-        if is_passed or getattr(error, "rule", None) not in ("base.tensor", "base.file"):
-            raise
-        raise type(error)(f"the pair needs a base: pass base= ({error})", **error._attributes) from None
 
 
 class UnexpectedPair(TpdeError, ValueError):

@@ -186,7 +186,7 @@ class Group(Folder):
         try:
             super().admit(version, indices_of(join["rectangles"]))
         except (UnknownVersion, OtherTensors) as error:
-            facts = {"error": type(error).__name__, "message": str(error), "facts": error._attributes}
+            facts = {"error": type(error).__name__, "message": error._message, "facts": error._attributes}
             self._send("refuse", session=join["session"], **facts)
 
     def _has(self, name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._errors import InvalidArgument, Poisoned
+from ._errors import InvalidArgument, Poisoned, reason_of
 from ._map import module_of
 from ._slices import Slice
 
@@ -51,7 +51,7 @@ class Kept:
             try:
                 load_weights((each, _whole(by_tensor[name])) for name in tensors for each in (name, *self._equal.get(name, ())))
             except Exception as error:
-                message = f"loading module {modules[0]!r} again failed, after {done} others: {type(error).__name__}: {error}"
+                message = f"loading module {modules[0]!r} again failed, after {done} others: {reason_of(error)}"
                 raise Poisoned(message, written=[], total=0) from error
             done += len(modules)
         self.is_pending = False

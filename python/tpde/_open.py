@@ -13,7 +13,7 @@ from ._dtypes import is_packed
 from . import _tpde
 from ._arguments import check_kinds
 from ._entry import Entry
-from ._errors import DeviceUnavailable, InvalidArgument, needing_base
+from ._errors import DeviceUnavailable, InvalidArgument
 from ._index import complete, selected
 from ._memory import describe_each, device_of, together
 from ._numpy_memory import NumPyAllocator
@@ -128,12 +128,9 @@ class Reader:
                 shapes = [(name, [*tensor.shape], tensor.dtype) for name, (tensor, _) in results.items()]
                 self.on_device._remember(application, None, self.tensors, results=shapes)
             return {name: tensor for name, (tensor, _) in results.items()}
-        with progress_callback(progress, "load") as callback, needing_base(is_passed=self._has_base()):
+        with progress_callback(progress, "load") as callback:
             self.pair.read(outputs, base=base, digests=digests, progress=callback)
         return {name: self._to_device(tensor) for name, (tensor, _) in results.items()}
-
-    def _has_base(self) -> bool:
-        return self.has_base_files or self.tensors is not None
 
     def _to_device(self, tensor: Any) -> Any:
         """Copies a rebuilt tensor to the requested device."""
@@ -148,10 +145,8 @@ class Reader:
             return self.read([entry.name])[entry.name][tuple(map(slice, origin, ends))].reshape(shape).clone()
         tensor, memory = self.allocator.empty(entry.name, entry.dtype, shape)
         whole = (entry.name, entry.dtype, entry.shape, *memory[3:])
-        with needing_base(is_passed=self._has_base()):
-            self.pair.read_slices(
-                [(whole, origin, extent, None)], base=self.base_of(self.pair.outline([entry.name])), digests=digests, progress=None
-            )
+        base = self.base_of(self.pair.outline([entry.name]))
+        self.pair.read_slices([(whole, origin, extent, None)], base=base, digests=digests, progress=None)
         return self._to_device(tensor)
 
 
@@ -181,6 +176,11 @@ def state_of(value: Any) -> Mapping[str, Any]:
             return {**parameters, **buffers}
         named = dict(value.named_parameters(remove_duplicate=False))
         return {**named, **dict(value.named_buffers(remove_duplicate=False))}
+    if is_path(value):
+        files = "tpde.encode and tpde.apply work on files"
+        raise InvalidArgument(
+            f"the tensors are the path {value!r}: expected a dict of tensors or a module, before the path; {files}"
+        )
     raise InvalidArgument(f"a {type(value).__name__} is neither a path, nor a dict of tensors, nor a module")
 
 

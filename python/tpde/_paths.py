@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,7 @@ from typing import Any, TypeVar, Union
 
 from . import _tpde
 from ._arguments import check_kinds
-from ._errors import InvalidArgument, UnexpectedPair, needing_base
+from ._errors import InvalidArgument, UnexpectedPair
 from ._progress import Progress, progress_callback
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
@@ -41,6 +42,22 @@ def path_of(path: StrPath) -> str:
 
 def path_or_none(path: StrPath | None) -> str | None:
     return None if path is None else path_of(path)
+
+
+def new_pair_of(path: StrPath, target: str | None = None, *, is_with_base: bool) -> str:
+    """The name of a new pair. Without a base, another checkpoint of this name was probably meant as the base, or the target."""
+    name = path_of(path)
+    if is_with_base or not _is_checkpoint(name) or (target is not None and os.path.realpath(target) == os.path.realpath(name)):
+        return name
+    raise InvalidArgument(f"path is the checkpoint {name!r}: expected the name of a new pair; the base is passed as base=")
+
+
+def _is_checkpoint(path: str) -> bool:
+    if not os.path.isdir(path):
+        return path.endswith(".safetensors") and os.path.exists(path)
+    with contextlib.suppress(OSError):
+        return any(name.endswith(".safetensors") for name in os.listdir(path))
+    return False
 
 
 @dataclass(frozen=True)
@@ -294,10 +311,12 @@ def encode(
 
     Raises:
         AlreadyExists: The pair exists and ``replace`` is false.
-        InvalidArgument: The output is, contains, or is inside an input, under any name or link; or an option has no such value.
+        InvalidArgument: The output is, contains, or is inside an input, under any name or link; or without a base, ``path`` is another
+            checkpoint; or an option has no such value.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
-    target, path, base = path_of(target), path_of(path), path_or_none(base)
+    target, base = path_of(target), path_or_none(base)
+    path = new_pair_of(path, target, is_with_base=base is not None)
     how = options(
         codec=codec,
         favor=favor,
@@ -352,7 +371,7 @@ def apply(
     """
     pairs, path, base = pair_names(pair, expect), path_of(path), path_or_none(base)
     wanted = None if tensors is None else matching(*pairs[-1], tensors)
-    with progress_callback(progress, "apply") as callback, needing_base(is_passed=base is not None):
+    with progress_callback(progress, "apply") as callback:
         text = _tpde.apply(pairs, path, base=base, wanted=wanted, replace=replace, progress=callback)
     return report(ApplyReport, text)
 

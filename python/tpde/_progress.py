@@ -14,7 +14,9 @@ Progress = Union[None, bool, Callable[[int, int], Any], Any]
 
 
 def check_progress(progress: Progress) -> None:
-    """Raises for other values."""
+    """Raises for other values, and without tqdm for ``True``."""
+    if progress is True:
+        _tqdm()
     if not isinstance(progress, (bool, type(None))) and not callable(progress) and not _is_bar(progress):
         raise InvalidArgument(f"progress is a {type(progress).__name__}: expected True, a tqdm bar or a callable")
 
@@ -26,14 +28,20 @@ def progress_callback(progress: Progress, verb: str) -> Iterator[Callable[[int, 
     if progress is None or progress is False:
         yield None
     elif progress is True:
-        from tqdm.auto import tqdm
-
-        with tqdm(desc=verb, unit="B", unit_scale=True) as bar:
+        with _tqdm()(desc=verb, unit="B", unit_scale=True) as bar:
             yield _updating(bar)
     elif _is_bar(progress):
         yield _updating(progress)
     else:
         yield progress
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise InvalidArgument(f"progress=True needs tqdm ({error}): pip install tqdm, or pass a callable") from error
+    return tqdm
 
 
 def _is_bar(progress: Any) -> bool:

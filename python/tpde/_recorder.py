@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._contents import Contents, Copy, Refusal
-from ._errors import NotRecorded
+from ._errors import NotRecorded, reason_of
 from ._followed import UNSEEN, Known, Memory, Refused, is_of_loader, where
 from ._model import Placement, Snapshot, is_wrapper, memory_range, parameters_of, storage_key, storage_of
 from ._strides import NotRectangles, Origin, contiguous, whole
@@ -442,7 +442,7 @@ def _raise(error: BaseException, recorder: Recorder, name: str) -> NoReturn:
     if recorder.failure is not None:
         raise recorder.failure from None
     line = _innermost(error)
-    message = f"the loader failed at {line}, the last tensor being {name!r}: {type(error).__name__}: {error}"
+    message = f"the loader failed at {line}, the last tensor being {name!r}: {reason_of(error)}"
     raise NotRecorded(message, where=line, tensor=name or None) from error
 
 

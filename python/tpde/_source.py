@@ -11,7 +11,7 @@ import torch
 
 from ._collective import Messages, check_collective
 from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
-from ._errors import InvalidArgument, NotContiguous, RankFailed
+from ._errors import InvalidArgument, NotContiguous, RankFailed, reason_of
 from ._index import rectangle
 from ._records import Tensors
 from ._memory import describe
@@ -230,11 +230,6 @@ class Snapshot:
                 if is_within(one.index, origin):
                     found.append(Slice(one.name, one.index, tensor[within(one.index, origin)], self.shapes[one.name]))
         return found
-
-
-def reason_of(error: BaseException) -> str:
-    """The text of an error, which the other ranks get."""
-    return f"{type(error).__name__}: {error}"
 
 
 def rank_failed(rank: int, reason: str) -> RankFailed:

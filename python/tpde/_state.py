@@ -14,7 +14,7 @@ from ._entry import Entry
 from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
 from ._memory import check_writable, describe_all, describe_each, device_of, places_of
 from ._open import Reader, bases, state_of
-from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, open_pair, path_of, report
+from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, new_pair_of, open_pair, path_of, report
 from ._progress import Progress, progress_callback
 from ._slices import Slice, checked, describe_saved, describe_slices, device_of_slices, is_slices
 from ._tensor import Memories
@@ -73,6 +73,7 @@ def save(
         options = {**options, "renamed": {**{name: first[name] for name in target if name in first}, **options["renamed"]}}
     device = device_of_held(target) if encoder is None else encoder.device
     how = {"options": options, "replace": replace}
+    name = new_pair_of(path, is_with_base=base is not None)
     encode: Callable[..., str] = _tpde.encode_memory
     if device is not None:
         if isinstance(before, str):
@@ -82,7 +83,7 @@ def save(
         before = describe_held(before, device)
     described = describe_held(target, device)
     with progress_callback(progress, "encode") as callback:
-        text = encode(described, path_of(path), base=before, progress=callback, **how)
+        text = encode(described, name, base=before, progress=callback, **how)
     written = report(EncodeReport, text)
     return replace_fields(written, tied=further, removed=[name for name in written.removed if name not in first])
 
@@ -463,7 +464,9 @@ def check_scratch(scratch: Any) -> None:
 
 def unusable(error: TpdeError) -> Poisoned:
     """The error for tensors that were being overwritten when ``error`` was raised."""
-    return Poisoned(f"the tensors are now neither unchanged nor the target: {error}", written=[], total=0)
+    return Poisoned(
+        f"the tensors are now neither unchanged nor the target: {error._message}", written=[], total=0, _hint=error._hint
+    )
 
 
 def _open_ahead(pair: Any, tensors: Mapping[str, Any], expect: Digest | None) -> Any:

@@ -248,7 +248,7 @@ class Subscriber:
                 return []
             failed = error.number - 1 if isinstance(error, _errors.Step) else 0
             version, answer = answers[failed]
-            self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
+            self._answers.append((version, {**answer, "error": _errors.reason_of(error)}))
             raise
         clock.end("apply")
         self.version = Version(records[-1][0], records[-1][1].get("id"))
@@ -296,7 +296,7 @@ class Subscriber:
                 clock.milliseconds.update(self._clock.milliseconds)
             report = prepared.apply()
         except BaseException as error:
-            self._answers.append((version, {**answer, "error": f"{type(error).__name__}: {error}"}))
+            self._answers.append((version, {**answer, "error": _errors.reason_of(error)}))
             raise
         self.version = Version(version, record.get("id"))
         clock.end("apply")

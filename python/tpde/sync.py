@@ -45,7 +45,7 @@ from ._outcome import Clock, Sync
 from ._paths import inspect
 from ._scratch import scratch
 from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, written
-from ._source import Snapshot, Source, rank_failed, reason_of
+from ._source import Snapshot, Source, rank_failed
 from ._subscriber import Subscriber
 from ._version import Version
 from .torch import Encoder, save_file
@@ -204,7 +204,7 @@ class Publisher:
         try:
             result = work(self._channel)
         except Exception as error:
-            self._source.share({"error": reason_of(error), "is_subscriber": isinstance(error, _errors.NotAcknowledged)})
+            self._source.share({"error": _errors.reason_of(error), "is_subscriber": isinstance(error, _errors.NotAcknowledged)})
             raise
         self._source.share({"result": result})
         return result
@@ -220,7 +220,7 @@ class Publisher:
             try:
                 check_within(rectangles, self._tensors)
             except _errors.OtherTensors as error:
-                failed[name] = reason_of(error)
+                failed[name] = _errors.reason_of(error)
         if failed:
             raise self._not_acknowledged(self.version, failed, [])
         layouts = dict(sorted(layouts.items()))
@@ -394,7 +394,7 @@ class Publisher:
         try:
             self._channel.identify(Version(answer["version"], answer.get("id")))
         except _errors.UnknownVersion as error:
-            return reason_of(error)
+            return _errors.reason_of(error)
         return None
 
     def _is_of_record(self, answer: dict[str, Any]) -> bool:

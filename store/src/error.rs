@@ -137,6 +137,15 @@ impl Error {
         tpde::Error::Io { action, path: PathBuf::from(path), source }.into()
     }
 
+    /// Advice for an error, as [`tpde::hint`] gives it.
+    pub fn hint(&self) -> Option<&'static str> {
+        match self {
+            Self::Tpde(error) => tpde::hint(error),
+            Self::NoVersion { .. } => Some("a version is named BRANCH@NUMBER, or BRANCH for its newest one"),
+            _ => None,
+        }
+    }
+
     pub(crate) fn manifest(object: &str, reason: impl Display) -> Self {
         Self::Manifest { object: object.to_owned(), reason: reason.to_string() }
     }

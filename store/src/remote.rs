@@ -564,7 +564,11 @@ fn check_feature(url: &url::Url) -> Result<()> {
         "az" | "adl" | "azure" | "abfs" | "abfss" => "azure",
         "https" if host.ends_with(".amazonaws.com") || host.ends_with(".r2.cloudflarestorage.com") => "aws",
         "https" if host.ends_with(".windows.net") || host.ends_with(".azure.com") => "azure",
-        _ => return Ok(()),
+        "memory" => return Ok(()),
+        scheme => {
+            let reason = format!("{scheme}:// is no location of a store: expected a folder, s3://, gs:// or az://");
+            return Err(Error::InvalidArgument(reason));
+        }
     };
     let is_there = match feature {
         "aws" => cfg!(feature = "aws"),
@@ -575,8 +579,8 @@ fn check_feature(url: &url::Url) -> Result<()> {
         return Ok(());
     }
     Err(Error::InvalidArgument(format!(
-        "{}:// needs the feature {feature}, which this build lacks: cargo install tpde-cli --features {feature}, or in Python pip install \
-     --config-settings build-args=\"--features {feature}\"",
+        "{}:// needs the feature {feature}, which this build lacks: in a clone, cargo install --locked --path cli --features {feature}, \
+         or for Python pip install ./python --config-settings build-args=\"--features {feature}\"",
         url.scheme()
     )))
 }

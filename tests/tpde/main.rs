@@ -13,6 +13,7 @@ mod encoded;
 mod explain;
 mod files;
 mod floats;
+mod hints;
 mod layouts;
 mod merge;
 mod merge_parts;

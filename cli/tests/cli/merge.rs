@@ -108,7 +108,7 @@ fn what_cannot_be_merged_is_refused_with_a_hint() {
     let error = hint("merge a b -o x", DATA, "the files differ: a lone safetensors file", "--no-files");
     assert_eq!((&error["kind"], &error["tensor"]), (&"not_mergeable".into(), &serde_json::Value::Null));
     assert!(error["message"].as_str().unwrap().contains("in a, ") && error["message"].as_str().unwrap().ends_with("in b"));
-    let error = hint("merge a a -o x --no-files", DATA, "is in two pairs", "tpde subset");
+    let error = hint("merge a a -o x --no-files", DATA, "is in two pairs", "subset makes a pair without the tensor");
     assert_eq!(error["tensor"], model()[0].name.as_str());
     hint("merge a b -o a --no-files -f", USAGE, "is the same as input", "");
     hint("merge a b -o pair --no-files", SYSTEM, "exists", "--force");

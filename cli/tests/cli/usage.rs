@@ -53,8 +53,8 @@ fn bad_usage_ends_with_2() {
 fn checkpoints_elsewhere_are_downloaded_first() {
     let place = Place::with_pair();
     for (path, hint) in [
-        ("s3://bucket/model.safetensors", "download the checkpoint"),
-        ("https://host/owner/model/resolve/main/model.safetensors", "download the checkpoint"),
+        ("s3://bucket/model.safetensors", "download the files first"),
+        ("https://host/owner/model/resolve/main/model.safetensors", "download the files first"),
         ("owner/Model-8B", "hf download"),
     ] {
         for line in [
@@ -67,6 +67,31 @@ fn checkpoints_elsewhere_are_downloaded_first() {
         }
     }
     assert_eq!(place.fails("encode base.safetensors nowhere.safetensors -o x", SYSTEM, "nowhere")["hint"], serde_json::Value::Null);
+}
+
+#[test]
+fn arguments_that_are_swapped_or_missing_have_a_hint() {
+    let place = Place::with_pair();
+    for (line, code, hint) in [
+        ("apply pair base.safetensors -o x", SYSTEM, "are two arguments swapped"),
+        ("apply base.safetensors target.safetensors -o x", SYSTEM, "are two arguments swapped"),
+        ("encode pair base.safetensors -o x", SYSTEM, "are two arguments swapped"),
+        ("verify base.safetensors --base pair", SYSTEM, "are two arguments swapped"),
+        ("inspect https://host/pair", SYSTEM, "download the files first"),
+        ("inspect nowhere", SYSTEM, "named without its endings"),
+        ("apply pair -o x --no-base", DATA, "pass that as BASE"),
+        ("store log nowhere", DATA, "tpde store init"),
+        ("store put base base.safetensors", DATA, "tpde store init"),
+    ] {
+        let error = place.fails(line, code, "");
+        assert!(error["hint"].as_str().is_some_and(|found| found.contains(hint)), "{line}: {error}");
+    }
+    place.ok("store init versions");
+    place.ok("store put versions base.safetensors");
+    let error = place.fails("store get versions main@7 -o x", DATA, "");
+    assert!(error["hint"].as_str().is_some_and(|found| found.contains("BRANCH@NUMBER")), "{error}");
+    let error = place.fails("store get versions main -o base.safetensors", SYSTEM, "choose another output");
+    assert!(error["hint"].is_null(), "{error}");
 }
 
 #[test]

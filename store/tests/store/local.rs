@@ -282,9 +282,36 @@ fn a_url_without_its_feature_names_the_feature() {
         }
         for outcome in [Store::open(url), Store::init(url, &never_whole())] {
             let Err(Error::InvalidArgument(why)) = outcome else { panic!("{url}") };
-            assert!(why.contains(&format!("cargo install tpde-cli --features {feature}")), "{why}");
+            assert!(why.contains(&format!("cargo install --locked --path cli --features {feature}")), "{why}");
         }
     }
+}
+
+#[test]
+fn a_url_of_no_store_is_refused_with_those_that_are() {
+    for url in ["https://host/owner/model", "http://host/store", "ftp://host/store"] {
+        for outcome in [Store::open(url), Store::init(url, &never_whole())] {
+            let Err(Error::InvalidArgument(why)) = outcome else { panic!("{url}") };
+            assert!(why.contains("expected a folder, s3://, gs:// or az://"), "{why}");
+        }
+    }
+}
+
+#[test]
+fn a_cache_in_the_store_is_refused() {
+    let place = Place::new();
+    let store = Store::init(place.at("store").to_str().unwrap(), &never_whole()).unwrap();
+    store.put(place.file(&Weights::new(3)), &PutOptions::default()).unwrap();
+    let options = GetOptions::default().cache(place.at("store/cache"));
+    let refused = [
+        store.open_version("main", None, &options).err(),
+        store.load("main", &options, &mut |_, _, _| Ok(())).err(),
+        store.get("main", place.at("out"), &options).err(),
+    ];
+    for error in refused {
+        assert!(matches!(&error, Some(Error::InvalidArgument(why)) if why.contains("outside of the store")), "{error:?}");
+    }
+    assert!(!place.at("store/cache").exists());
 }
 
 #[test]
