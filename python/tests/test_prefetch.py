@@ -47,9 +47,9 @@ class TestPrefetcher:
         uses = [name for what, name in world.log if what == "use"]
         decoded = [name for what, name in world.log if what == "decode"]
         assert uses == names(model) * 4
-        # Each weight is decoded once per use, and one more is prefetched. After the first round, each decoding is queued before
-        # the use of its predecessor.
-        assert decoded == (uses + uses)[: len(uses) + 1]
+        # Each weight is decoded once per use, and as many more are prefetched as there are slots. After the first round, each
+        # decoding is queued before the use of its predecessor.
+        assert decoded == (uses + uses)[: len(uses) + min(count, 2)]
         for n in range(count + 1, len(uses)):
             before = [i for i, entry in enumerate(world.log) if entry == ("decode", uses[n])][n // count]
             assert before < [i for i, entry in enumerate(world.log) if entry[0] == "use"][n - 1]
@@ -189,7 +189,7 @@ class TestPrefetcher:
             for now, (what, name) in enumerate(world.log):
                 if what == "decode" and now >= begin:
                     following = names(model)[order[(order.index(names(model).index(name)) + 1) % len(order)]]
-                    before = [entry for entry in world.log[:now] if entry in (("copy", following), ("use", following))]
+                    before = [entry for entry in world.log[:now] if entry in (("copy", following), ("decode", following))]
                     assert before[-1] == ("copy", following), f"{name} was decoded before {following} was copied"
 
     def test_memory_is_two_slots_and_goes_with_the_last_weight(self, fake: tuple[World, FakeDevice]) -> None:
@@ -249,7 +249,9 @@ class TestPrefetcher:
             weight.on_device.forward(weight)
         # A larger weight is registered: the next prefetch has to allocate larger slots.
         later = FakeModel(world, device, "later", [8], [False])
-        for slot in Prefetcher.of(device, world.main).slots:
+        prefetcher = Prefetcher.of(device, world.main)
+        prefetcher.groups.clear()
+        for slot in prefetcher.slots:
             slot.clear()
         refused = []
 
@@ -302,15 +304,16 @@ class TestPrefetcher:
         model = FakeModel(world, device, "m", [2] * 3, [False] * 3)
         for weight in model.weights * 2:
             model.forward(weight)
-        model.damaged["m.1"] = 1
-        model.forward(model.weights[0])  # prefetches the next weight, which fails
+        model.damaged["m.2"] = 1
+        model.forward(model.weights[0])  # prefetches the weight after the next one, which fails
         prefetcher = Prefetcher.of(device, world.main)
         prefetcher.settle(wait=True)
         assert [slot.state for slot in prefetcher.slots if isinstance(slot.state, _slot.Failed)]
         with pytest.raises(tpde.Invalid) as caught:
             model.forward(model.weights[1])
         model.raised(caught.value)
-        model.forward(model.weights[1])
+        for weight in model.weights[1:]:
+            model.forward(weight)
 
     def test_a_call_beneath_a_call_has_memory_of_its_own(
         self, fake: tuple[World, FakeDevice], monkeypatch: pytest.MonkeyPatch

@@ -150,6 +150,8 @@ class Search:
                     self.step()
             except Interrupted:
                 self.log.append("interrupted")
+            except AssertionError as error:
+                self.world.violations.append(f"{error!r} in the package")
             self.device.refuses = 0
             if self.world.violations:
                 return self.world.violations

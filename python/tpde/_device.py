@@ -122,6 +122,9 @@ class Device:
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
+        # Layers ask at every call. These are much faster than the functions of `torch.cuda`, which see that CUDA is initialized.
+        if not torch.cuda._is_in_bad_fork() and torch._C._cuda_getDevice() == self.torch.index:
+            return torch._C._cuda_isCurrentStreamCapturing()
         try:
             current = torch.cuda.current_device()
         except RuntimeError as error:  # a process forked after CUDA was used

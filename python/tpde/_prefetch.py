@@ -4,7 +4,8 @@ State and its invariants: :mod:`tpde._slot`. In addition, for streams and their 
 
 7. The memory of a slot is written only on the slot's stream. So work that an interrupted call has queued runs before the next
    filling, and cannot overwrite it.
-8. The filling of a slot waits for the slot's last use (event ``used``). A use waits for the filling (event ``filled``).
+8. The filling of a slot waits for the slot's last use (event ``used``). Uses wait for the filling (event ``filled``), once per
+   filling: all of them are on the prefetcher's stream. Only the last use is recorded, because each event costs time of the host.
 9. A slot is filled with a *group*: a weight, and those that follow it, as far as slot and buffer have room. A weight joins a group
    only if it followed the one before it in two passes in a row. All are of one model, which raises their error.
 10. The first filling of a slot with a weight waits for the work queued on the prefetcher's stream, and for the work queued when
@@ -20,7 +21,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
@@ -52,8 +52,17 @@ class DeviceSlot(Slot):
         self.stream = stream
         #: Events after the last filling, and after the last use.
         self.filled, self.used = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        #: Whether there may be a use behind the event ``used``. Set before the use, so that an interruption loses none.
+        self.is_used_since = False
+        #: Generation of the filling that the prefetcher's stream waits for.
+        self.awaited = 0
         #: Decoder into this slot and views of the weights, by the handle of a group's first weight and the number of the payload buffer.
         self.rebuilds: dict[tuple[int, Optional[int]], tuple[_tpde.Rebuild, dict[int, torch.Tensor]]] = {}
+
+    def record_use(self, stream: torch.cuda.Stream) -> None:
+        """Records the event ``used`` behind all uses."""
+        self.used.record(stream)
+        self.is_used_since = False
 
 
 class _Link(NamedTuple):
@@ -64,8 +73,7 @@ class _Link(NamedTuple):
     repeated: int
 
 
-@dataclass(frozen=True)
-class _Launch:
+class _Launch(NamedTuple):
     """A queued decoding whose status is not known yet."""
 
     launched: _tpde.Launched
@@ -77,8 +85,9 @@ class _Launch:
 class Prefetcher:
     """Scratch memory of a stream, which decodes weights ahead of their use.
 
-    It has two slots for groups of weights: one is in use while the other is filled on a side stream. It has two buffers for payloads
-    in pinned memory. Those of a group are copied to the device as soon as a buffer is free.
+    It has two slots for groups of weights: one is in use while the other is filled on a side stream. A slot is filled again as soon as
+    its last weight has been used. It has two buffers for payloads in pinned memory. Those of a group are copied to the device as soon
+    as a buffer is free.
     """
 
     _made: dict[tuple[torch.device, int], Prefetcher] = {}
@@ -315,6 +324,7 @@ class Prefetcher:
 
     def _fill(self, group: list[DeviceWeight], slot: DeviceSlot) -> None:
         """Queues the decoding of a group into a slot."""
+        self._settle()
         generation = slot.begin()
         copied = [weight for weight in group if weight.is_copied]
         number = self._payloads(copied) if copied else None
@@ -322,6 +332,8 @@ class Prefetcher:
         buffer = None if number is None else self.buffers[number]
         if buffer is not None:
             slot.stream.wait_event(buffer.filled)
+        if slot.is_used_since:
+            slot.record_use(self.stream)
         slot.stream.wait_event(slot.used)
         launched = rebuild.launch(self.device.raw, slot.stream.cuda_stream)
         slot.filled.record(slot.stream)
@@ -343,15 +355,28 @@ class Prefetcher:
         return None
 
     def _prefetch(self, after: DeviceWeight, used: DeviceSlot) -> None:
-        """Starts to decode the next group of the last pass. It begins behind the weights that are left in this slot."""
-        state = used.state
-        link = self.next.get([*state.views][-1] if isinstance(state, Ready) else after.handle)
-        if link is None or self._holding(link.handle) is not None:
-            return
-        following = self._known(link.handle)
-        if following is not None:
-            group = self._group(following)  # may make new slots
-            self._fill(group, next(slot for slot in self.slots if slot is not used))
+        """Starts to decode the next groups of the last pass: into the other slot, and into this one if it is free."""
+        number, state = self.slots.index(used), used.state
+        last = [*state.views][-1] if isinstance(state, Ready) else after.handle
+        for into in (1 - number, number):
+            link = self.next.get(last)
+            # Two groups ahead is further than a guess is good for.
+            if link is None or (into == number and (not self.slots[into].is_free or link.repeated <= 0)):
+                return
+            slot = self._holding(link.handle)
+            if slot is None:
+                following = self._known(link.handle)
+                if following is None:
+                    return
+                group = self._group(following)  # may make new slots
+                slot = self.slots[into]
+                self._fill(group, slot)
+            elif slot is not self.slots[into]:
+                return
+            state = slot.state
+            if not isinstance(state, Ready):
+                return
+            last = [*state.views][-1]
 
     def linear(
         self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool, captured: bool = False
@@ -369,8 +394,8 @@ class Prefetcher:
                 self._owner = None
 
     def _linear(self, weight: DeviceWeight, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:
-        self._drop_gone()
-        self._settle()
+        if self.gone:
+            self._drop_gone()
         weight.failures.throw()
         handle = weight.handle
         slot = self._holding(handle)
@@ -380,9 +405,13 @@ class Prefetcher:
             self._fill(group, slot)
         ready = slot.holding(handle)
         assert ready is not None
-        self.stream.wait_event(slot.filled)
+        if slot.awaited != ready.generation:
+            self.stream.wait_event(slot.filled)
+            slot.awaited = ready.generation
+        slot.is_used_since = True
         y = compute(x, ready.views[handle], bias, cast)
-        slot.used.record(self.stream)
+        if len(ready.views) == 1:
+            slot.record_use(self.stream)
         slot.drop(handle)
         self._follow(handle)
         try:

@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """State of a slot that contains weights, or payloads."""
 
     #: Contents of the memory as tensors, by the handles of the weights, in the order of their use. Not empty.
@@ -38,8 +36,7 @@ class Ready:
     generation: int
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """State of a slot whose decoded content is known to be wrong."""
 
     error: Exception
@@ -122,6 +119,8 @@ class Failures:
         The error is not lost if a signal handler raises an exception instead: it is the context of that exception, or it is kept
         for the next call. Two concurrent calls can both raise the error.
         """
+        if not self._errors:  # once per call of a layer
+            return
         for generation, error in list(self._errors.items()):
             try:
                 raise error
