@@ -19,7 +19,7 @@ spread evenly, and streams the others from pinned memory:
 
 - dense: a layer is resident, or is copied to one of two slots while earlier layers compute;
 - tpde: layers are compressed without a base, on the device or in pinned memory, and rebuilt just in time. If all compressed
-  layers fit, the rest of the budget holds dense layers. Measured kernel by kernel, and as a CUDA graph;
+  layers fit, the rest of the budget holds dense layers. Measured kernel by kernel, and with `attach(..., graph=True)`;
 - accelerate: `dispatch_model`, with the layers that do not fit on the CPU, for reference;
 - dfloat11: decoder layers compressed by that package, if it is installed. It offloads the layers that do not fit.
 """

@@ -44,6 +44,8 @@ SHAPES = {
 }
 #: Memory budgets of the small model. The keys are those of the large model in GiB: in 12 all compressed layers fit, in 8 only some.
 SMALL_BUDGETS = {12: RESERVE + 7_100_000, 8: RESERVE + 4_500_000}
+#: Steps before those that are counted: the prompt, a step, and one that captures a graph.
+WARM_UP = 3
 #: Lanes that are made at a time, so that making them takes little memory.
 PIECE = 4 << 20
 
@@ -112,32 +114,15 @@ class Model:
             setattr(model.get_submodule(path), last, nn.Parameter(self.weight(name, where), requires_grad=False))
 
     @torch.no_grad()
-    def run(
-        self, model: nn.Module, count: int, graph: bool = False, before_graph: Callable[[], None] = lambda: None
-    ) -> tuple[torch.Tensor, list[int], float]:
-        """Logits and token of each step, and tokens per second. Two warm-up steps are not counted. With ``graph``, the counted
-        steps are replays of a CUDA graph of one step."""
+    def run(self, model: nn.Module, count: int) -> tuple[torch.Tensor, list[int], float]:
+        """Logits and token of each step, and tokens per second. Steps of warm-up are not counted."""
         tokens = torch.arange(1, 17, device=self.device).view(1, 16)
         cache, logits, found, begin = StaticCache(config=model.config, max_cache_len=count + 24), [], [], 0.0
-        replay = None
-        for step in range(count + 2):
-            if step == 2:
-                if graph:
-                    self.wait()
-                    before_graph()
-                    torch.cuda.empty_cache()
-                    given, replay = tokens.clone(), torch.cuda.CUDAGraph()
-                    # Decoding for later layers must not delay earlier layers.
-                    with torch.cuda.graph(replay, stream=torch.cuda.Stream(priority=-1)):
-                        made = model(given, past_key_values=cache, use_cache=True).logits[:, -1]
+        for step in range(count + WARM_UP):
+            if step == WARM_UP:
                 self.wait()
                 begin = time.perf_counter()
-            if replay is not None:
-                given.copy_(tokens)
-                replay.replay()
-                logits.append(made.clone())
-            else:
-                logits.append(model(tokens, past_key_values=cache, use_cache=True).logits[:, -1])
+            logits.append(model(tokens, past_key_values=cache, use_cache=True).logits[:, -1])
             tokens = logits[-1].argmax(-1, keepdim=True)
             found.append(int(tokens))  # reading the token is part of generating
         self.wait()
@@ -197,7 +182,7 @@ def reference(m: Model) -> dict[str, Any]:
     }
 
 
-def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], count: int, graph: bool = False) -> dict[str, Any]:
+def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], count: int) -> dict[str, Any]:
     """Builds a model that uses what is left of the budget, and runs it."""
     wanted = json.loads((m.folder / "reference.json").read_text())["digests"]
     m.warm_up()
@@ -213,8 +198,10 @@ def contender(m: Model, gib: int, build: Callable[[Model, int], nn.Module], coun
     m.put(model, (name for name, parameter in model.named_parameters() if parameter.is_meta and name in m.others))
     m.wait()
     took = time.perf_counter() - begin
-    attached = getattr(model, "attached", None)
-    logits, _, speed = m.run(model, min(count, m.how.tokens), graph, attached.release if attached else lambda: None)
+    logits, _, speed = m.run(model, min(count, m.how.tokens))
+    graphs = getattr(getattr(model, "attached", None), "graphs", None)
+    if graphs is not None and graphs.replays < min(count, m.how.tokens):
+        raise RuntimeError(f"{graphs.replays} steps were replays of a graph: {graphs.reason}")
     found, peak = digests(logits), m.peak()
     differs = next((step for step, digest in enumerate(found) if digest != wanted[step]), None)
     equal = "equal bit for bit" if differs is None else f"DIFFER from step {differs} on"
@@ -336,7 +323,11 @@ def anchor(m: Model) -> dict[str, Any]:
     }
 
 
-def compressed(m: Model, room: int) -> nn.Module:
+def graphed(m: Model, room: int) -> nn.Module:
+    return compressed(m, room, graph=True)
+
+
+def compressed(m: Model, room: int, **how: bool) -> nn.Module:
     model = m.empty()
     stored = {tensor.name: tensor.payload_bytes for tensor in tpde.inspect(m.folder / "anchor").tensors}
     # Two slots for weights, the index, and two buffers for payloads.
@@ -357,6 +348,7 @@ def compressed(m: Model, room: int) -> nn.Module:
         payloads=lambda name: "device" if name in on_device else "pinned",
         only=lambda name: name not in plain,
         check=False,  # each is checked whenever it is rebuilt
+        **how,
     )
     object.__setattr__(model, "attached", attached)
     streamed = [name for name in m.linears if name not in on_device]
@@ -497,7 +489,7 @@ def swap(m: Model, share: float) -> dict[str, Any]:
     }
 
 
-BUILDS = {"dense": dense, "tpde": compressed, "accelerate": offloaded, "dfloat11": by_dfloat11}
+BUILDS = {"dense": dense, "tpde": compressed, "tpde-graph": graphed, "accelerate": offloaded, "dfloat11": by_dfloat11}
 
 
 def step(m: Model, name: str) -> dict[str, Any]:
@@ -506,10 +498,9 @@ def step(m: Model, name: str) -> dict[str, Any]:
     first, _, rest = name.partition("-")
     if first == "swap":
         return swap(m, int(rest) / 100)
-    graph = rest.endswith("-graph")
-    if graph and not m.is_gpu:
+    if rest.endswith("-graph") and not m.is_gpu:
         raise NotHere("a CUDA graph needs a GPU")
-    return contender(m, int(first), BUILDS[rest.removesuffix("-graph")], 4 if rest == "accelerate" else m.how.tokens, graph)
+    return contender(m, int(first), BUILDS[rest], 4 if rest == "accelerate" else m.how.tokens)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ["answer", "as_integers", "derived", "digests", "files", "no_base", "payload_digests", "rebuild", "replace"], _FLAG
     ),
-    **dict.fromkeys(["strict", "whole", "refused", "pinned", "check"], _FLAG),
+    **dict.fromkeys(["strict", "whole", "refused", "pinned", "check", "graph"], _FLAG),
     **dict.fromkeys(["device", "favor", "framework", "kind", "mode", "payloads"], _TEXT),
     **dict.fromkeys(["have", "metadata", "parts", "renamed"], _MAPPING),
     **dict.fromkeys(["copied", "load_weights", "only", "reload"], _FUNCTION),

@@ -47,6 +47,11 @@ class Graph:
         self.used: list[tuple[GraphWeight, _tpde.Rebuild, _tpde.Captured, torch.Tensor]] = []
         self._kept[id(self)] = self
 
+    def raise_error(self) -> None:
+        """Raises an error of the last replay, if there is one. The replay must have completed."""
+        for _, _, captured, _ in list(self.used):
+            captured.check()
+
     @classmethod
     def prune(cls) -> None:
         """Drops the objects of destroyed graphs."""

@@ -11,6 +11,8 @@ from typing import Any, Optional
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ._errors import InvalidArgument
 from ._rebuilt import Weight, outliving
@@ -43,12 +45,25 @@ def is_plain(x: torch.Tensor, bias: Optional[torch.Tensor], device: torch.device
         and x.layout is torch.strided
         and not x.is_nested
         and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
-        and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
+        and not is_observed()
     )
+
+
+def is_observed() -> bool:
+    """Whether a mode, transform or tracer observes operators."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() != 0
+        or (torch._C._is_torch_function_mode_enabled() and _has_own_mode())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _has_own_mode() -> bool:
+    """Whether a mode for functions is active, except a default device."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _shape_of_linear(

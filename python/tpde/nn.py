@@ -25,6 +25,8 @@ from ._capture import Graph
 from ._device import DevicePair
 from ._entry import Entry
 from ._errors import InvalidArgument
+from ._fixed import Counted
+from ._graphed import Graphs
 from ._open import Reader, state_of
 from ._paths import Digest, StrPath, check_digest, open_pair
 from ._progress import Progress, check_progress
@@ -39,7 +41,7 @@ __all__ = ["Attached", "JITCompressedLinear", "attach"]
 Payloads = Literal["pinned", "device"]
 
 
-class JITCompressedLinear(nn.Linear):
+class JITCompressedLinear(Counted, nn.Linear):
     """A linear layer that rebuilds its weight at every call. :func:`attach` turns an ``nn.Linear`` into one.
 
     ``y = x Wᵀ + b``, with ``W`` of shape ``(out_features, in_features)``. The output equals that of ``nn.Linear`` with the target
@@ -100,9 +102,10 @@ class JITCompressedLinear(nn.Linear):
         if self._dtype != self._weight.dtype:
             self._check_conversion(x.dtype)
             cast = True
-        if _operator.is_plain(x, self.bias, self._weight.torch_device):
-            return _operator.call(self._weight, x, self.bias, self.out_features, cast)
-        y: torch.Tensor = _operator.linear(x, self.bias, self.key, self.out_features, cast)
+        bias = self.bias
+        if _operator.is_plain(x, bias, self._weight.torch_device):
+            return _operator.call(self._weight, x, bias, self.out_features, cast)
+        y: torch.Tensor = _operator.linear(x, bias, self.key, self.out_features, cast)
         return y
 
     def extra_repr(self) -> str:
@@ -237,14 +240,22 @@ class Attached:
             those excluded by ``only``, and those whose codec the device cannot decode by itself. Tensors that the pair does not
             change are not listed.
         stored_bytes: Compressed bytes that are kept for the layers.
+        graphs: With ``graph=True`` an object with the attributes ``captured``, the number of graphs; ``replays``, the number of calls
+            that were replays; and ``reason``, why the last call was none. Otherwise ``None``.
     """
 
     def __init__(
-        self, layers: dict[str, JITCompressedLinear], dense: list[str], stored_bytes: int, failures: Failures | None = None
+        self,
+        layers: dict[str, JITCompressedLinear],
+        dense: list[str],
+        stored_bytes: int,
+        failures: Failures | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.layers = layers
         self.dense = dense
         self.stored_bytes = stored_bytes
+        self.graphs = graphs
         self._failures = Failures() if failures is None else failures
 
     def check(self) -> None:
@@ -264,11 +275,13 @@ class Attached:
     def release(self) -> None:
         """Frees the scratch memory that layers share on CUDA devices, which is two weights and two payloads per stream. It goes
         back to PyTorch's allocator, and the next call allocates it again. Useful before or after capturing a CUDA graph, which has
-        its own memory.
+        its own memory. Graphs of ``graph=True`` are dropped too, and captured again when they are needed.
 
         Raises:
             Invalid: As :meth:`check`, if queued work failed.
         """
+        if self.graphs is not None:
+            self.graphs.release()
         for prefetchers in self._prefetchers().values():
             for prefetcher in prefetchers:
                 prefetcher.release()
@@ -289,6 +302,7 @@ def attach(
     payloads: Payloads | Callable[[str], Payloads] = "pinned",
     only: Callable[[str], bool] | None = None,
     check: bool = True,
+    graph: bool = False,
     expect: Digest | None = None,
     progress: Progress = None,
 ) -> Attached:
@@ -317,8 +331,8 @@ def attach(
             ``weight`` on the device ``meta``, in parameters or buffers of the layer.
         pair: Name of the pair, or either file; or a :class:`tpde.torch.DevicePair`. For a CUDA device, encode it with
             ``codec="conditioned", chunk_lanes=65536``: one thread block decodes one chunk, and a layer should have hundreds.
-            Capture a CUDA graph on a stream of high priority, ``torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1))``:
-            then decoding for later layers slows earlier layers less.
+            Capture CUDA graphs of your own on a stream of high priority, ``torch.cuda.graph(graph,
+            stream=torch.cuda.Stream(priority=-1))``: then decoding for later layers slows earlier layers less.
         device: Where the model is to run; ``None``: where each tensor is. For a CUDA device, bases on the CPU stay there in pinned
             memory and are read from there; all other tensors are moved.
         payloads: Where compressed bytes are kept for a CUDA device: in ``"pinned"`` memory of the host, or on the ``"device"``; or
@@ -327,22 +341,34 @@ def attach(
         only: A function of a weight's name: linear weights for which it returns false are rebuilt once and stay dense.
         check: Whether each weight is rebuilt once now, so that a wrong base or damage is raised here. On the CPU, digests are
             compared too.
+        graph: Whether calls of the model are captured into CUDA graphs and replayed, which is faster because the host has less to
+            do. All layers must be on one CUDA device. The first call of a kind runs as usual, the second one is captured, and later ones
+            are replays: they run the work that was captured, and no Python. Calls are of one kind if their tensors have the same
+            shapes, strides and dtypes, and their other arguments are equal or the same objects, such as a static cache. Values of
+            tensors may change; outputs are copies. Calls run without a graph if they cannot be replayed, for example with gradients,
+            autocast, hooks, tensors on the CPU, or a cache that grows. ``Attached.graphs`` says how many were replays, and why the last
+            one was none. A change of the model's modules, parameters, buffers or settings like ``train()`` is noticed. Settings in
+            other objects, such as the configuration, are not: call :meth:`Attached.release` after changing them. An error of a replay
+            is raised by the next call, if the replay has completed by then, or by :meth:`Attached.check`.
         expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`, for reading the payloads.
 
     Raises:
         UnexpectedPair, WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: As their names say. The model is unchanged.
         NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; or
-            a pair on another device.
+            a pair on another device; or ``graph`` with layers that are not all on one CUDA device. With ``graph``, also raised by
+            the call of a model whose ``forward`` cannot be captured, because it waits for the device.
         DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     check_needed(model=model)
-    check_kinds(check=check, only=only)
+    check_kinds(check=check, only=only, graph=graph)
     check_progress(progress)
     if not callable(payloads) and (not isinstance(payloads, str) or payloads not in ("pinned", "device")):
         raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
     named = _Model(model)
     run_on = None if device is None else check_device(device)
+    if graph and run_on is not None:
+        Graphs.of(model, {run_on})  # refused before anything is read
     opened = _OpenedPair(named, pair, payloads, expect, progress)
     weights: dict[str, Weight] = {}
     dense: dict[str, torch.Tensor] = {}
@@ -367,6 +393,7 @@ def attach(
                 dense.update(dict.fromkeys(names, opened.rebuilt(entry, where)))
             elif tensor.device != where:
                 dense.update(dict.fromkeys(names, tensor.detach().to(where)))
+    graphs = Graphs.of(model, {weight.torch_device for weight in weights.values()}) if graph else None
     stored_bytes = {weight.handle: opened.stored(weight) for weight in weights.values()}
     rebuilt = [name for name in dense if (entry := opened.entries.get(name)) and (entry.changes or not entry.is_same)]
     # The model is unchanged up to here. Weights are registered only when none can be refused any more, so no compiled program
@@ -380,7 +407,9 @@ def attach(
     for name in {*weights, *rebuilt}:
         named.drop_base(name, opened.entries)
     _add_checks(model)
-    return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), opened.failures)
+    if graphs is not None:
+        graphs.install(model)
+    return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), opened.failures, graphs)
 
 
 class _Model:
