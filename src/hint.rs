@@ -19,7 +19,9 @@ pub fn hint(error: &Error) -> Option<&'static str> {
         Error::WrongBase { .. } => {
             "a pair fits the one checkpoint that it was made from; one that was converted or saved anew may differ in its bits"
         }
-        Error::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => return of_missing(path),
+        Error::Io { action, path, source } if source.kind() == io::ErrorKind::NotFound && is_reading(action) => {
+            return of_missing(path);
+        }
         Error::Changed { .. } => "let the program that writes the file finish, then try again",
         Error::NotMergeable(refused) => match refused.conflict {
             Conflict::Tensor => "fold joins pairs that follow each other; subset makes a pair without the tensor",
@@ -54,6 +56,11 @@ fn of_rule(rule: Rule) -> Option<&'static str> {
     })
 }
 
+/// Whether an action needs something that is there, and makes nothing.
+fn is_reading(action: &str) -> bool {
+    matches!(action, "open" | "read" | "list" | "look at")
+}
+
 /// Advice for a path that does not exist.
 fn of_missing(path: &Path) -> Option<&'static str> {
     let ending = path.extension().and_then(|ending| ending.to_str());
@@ -78,13 +85,16 @@ fn of_missing(path: &Path) -> Option<&'static str> {
 }
 
 fn is_url(path: &Path) -> bool {
-    path.to_str()
-        .and_then(|path| path.split_once(":/"))
-        .is_some_and(|(scheme, _)| !scheme.is_empty() && scheme.bytes().all(|b| b.is_ascii_alphanumeric()))
+    // One letter is a drive.
+    let is_scheme = |scheme: &str| scheme.len() > 1 && scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b));
+    path.to_str().and_then(|path| path.split_once(":/")).is_some_and(|(scheme, _)| is_scheme(scheme))
 }
 
 /// Whether a path that does not exist may be the name of a model, as in `owner/name`.
 fn is_on_hub(path: &Path) -> bool {
-    let has_owner = path.parent().is_some_and(|owner| !owner.as_os_str().is_empty() && !owner.exists());
-    path.is_relative() && path.components().count() == 2 && has_owner && !path.to_string_lossy().ends_with(".safetensors")
+    const FILES: [&str; 9] = ["safetensors", "safetensor", "gguf", "bin", "pt", "pth", "ckpt", "json", "npz"];
+    let is_name = |name: &str| name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b)) && !name.starts_with('.');
+    let is_file = path.extension().and_then(|ending| ending.to_str()).is_some_and(|ending| FILES.contains(&ending));
+    let parts: Option<Vec<_>> = path.iter().map(|part| part.to_str().filter(|name| is_name(name))).collect();
+    !is_file && parts.is_some_and(|parts| parts.len() == 2 && !Path::new(parts[0]).exists())
 }

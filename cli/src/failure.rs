@@ -254,7 +254,9 @@ fn hint_of_store(error: &anyhow::Error) -> Option<&'static str> {
     use tpde_store::Error;
     Some(match error.chain().find_map(|cause| cause.downcast_ref::<Error>())? {
         Error::NotAStore { .. } => "tpde store init makes a store: is this the right folder or URL?",
-        Error::External { .. } => "--have VERSION=PATH passes the checkpoint",
+        Error::External { .. } => {
+            "--have VERSION=PATH passes it as a base; if it is this version that is wanted, use that checkpoint as it is"
+        }
         error => return error.hint(),
     })
 }

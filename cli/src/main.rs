@@ -119,7 +119,10 @@ impl Cli {
         let default = if matches!(self.verb, Verb::Bench(_)) { 1 } else { 0 };
         let threads = common.threads.unwrap_or(default).into();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let pool = pool.map_err(io::Error::other).context("cannot start threads; --threads sets a lower number")?;
+        let pool = pool.map_err(io::Error::other).with_context(|| match threads {
+            1 => "cannot start a thread",
+            _ => "cannot start threads; --threads sets a lower number",
+        })?;
         tracing::debug!(threads = pool.current_num_threads(), "thread pool");
         pool.install(|| {
             match &self.verb {

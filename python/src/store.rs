@@ -31,7 +31,9 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let with = PyDict::new(py);
     let hint = match error {
         Error::NotAStore { .. } => Some("tpde.store.init makes a store: is this the right folder or URL?"),
-        Error::External { .. } => Some("have={version: path} passes the checkpoint"),
+        Error::External { .. } => {
+            Some("have={version: path} passes it as a base; if it is this version that is wanted, use that checkpoint as it is")
+        }
         error => error.hint(),
     };
     with.set_item(errors::HINT, hint)?;

@@ -285,7 +285,7 @@ def test_stores(calls: Calls, made: Any) -> None:
         ):
             open_("https://host/store")
     store, bad = calls.store, HUB
-    with pytest.raises(tpde.NoVersion, match="hint: a version is named BRANCH@NUMBER"):
+    with pytest.raises(tpde.NoVersion, match="hint: list the branches, or the log of one"):
         store.get("rebuilt.safetensors", "main@0")  # swapped
     with pytest.raises(tpde.AlreadyExists, match="get replaces nothing: choose another output") as caught:
         store.get("main", calls.folder / "base.safetensors")
@@ -304,7 +304,10 @@ def test_stores(calls: Calls, made: Any) -> None:
         lambda: store.get("outside", calls.new()),
         lambda: store.load("outside"),
     ):
-        with pytest.raises(tpde.ExternalVersion, match=re.escape("hint: have={version: path} passes the checkpoint")):
+        with pytest.raises(
+            tpde.ExternalVersion,
+            match=re.escape("hint: have={version: path} passes it as a base; if it is this version that is wanted"),
+        ):
             call()
 
 

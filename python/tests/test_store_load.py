@@ -162,7 +162,7 @@ def test_checkpoints_that_the_caller_has(store: tpde.store.Store, tmp_path: Path
     for wrong, error in ((made.target, tpde.AlreadyApplied), (steps(tmp_path, 1)[0], tpde.WrongBase)):
         with pytest.raises(error):
             store.load("main", have={"outside@0": wrong})
-    with pytest.raises(tpde.InvalidArgument, match="is not stored without the checkpoint"):
+    with pytest.raises(tpde.InvalidArgument, match="was passed as this version, so use it as it is"):
         store.load("outside", have={"outside@0": made.base})
     # The version itself is rebuilt from the store, whatever the caller has under its name.
     paths = steps(tmp_path, 2)
@@ -219,6 +219,16 @@ def test_errors_are_typed(store: tpde.store.Store, tmp_path: Path, temporary: Pa
     with pytest.raises((tpde.OutOfMemory, MemoryError)):
         store.load("main")
     assert not list(temporary.iterdir()) and not (tmp_path / "store" / "cache").exists()
+
+
+def test_an_iterator_of_names_is_used_more_than_once(store: tpde.store.Store, tmp_path: Path) -> None:
+    store.put({"a": torch.randn(5000), "b": torch.randn(4), "c": torch.randn(2)})
+    expected = {"a": (5000,), "b": (2,)}
+    for names in (["a"], iter(["a"]), (name for name in ["a"])):
+        loaded = store.load("main", tensors=names, parts={"b": np.s_[0:2]})
+        assert {name: tuple(tensor.shape) for name, tensor in loaded.items()} == expected
+    store.get("main", tmp_path / "some", tensors=iter(["a"]), parts={"b": np.s_[0:2]})
+    assert {name: tuple(one.shape) for name, one in safetensors_torch.load_file(tmp_path / "some").items()} == expected
 
 
 def test_an_interruption_leaves_nothing(store: tpde.store.Store, tmp_path: Path, temporary: Path) -> None:

@@ -117,5 +117,5 @@ class Usage:
     file_bytes: int
     #: Size of all of these in bytes.
     stored_bytes: int
-    #: Size of all tensors of the versions that can be named, in bytes.
+    #: Size of all tensors of the versions that can be named, in bytes, without those of external versions.
     tensor_bytes: int

@@ -235,12 +235,11 @@ class Store:
         """
         check_kinds(parts=parts)
         check_parts({} if parts is None else parts)
-        is_selection = tensors is not None or parts
         with progress_callback(progress, "get") as callback:
             text = self._store.get(
                 _text(version, "version"),
                 path_of(path),
-                select=partial(_selection, tensors, parts or {}) if is_selection else None,
+                select=_selector(tensors, parts),
                 have=have_of(have),
                 cache=path_or_none(cache),
                 progress=callback,
@@ -299,7 +298,7 @@ class Store:
         with progress_callback(progress, "load") as callback:
             text = self._store.load(
                 _text(version, "version"),
-                select=partial(_selection, tensors, parts or {}) if tensors is not None or parts else None,
+                select=_selector(tensors, parts),
                 allocate=allocate,
                 have=have_of(have),
                 cache=path_or_none(cache),
@@ -501,6 +500,17 @@ def _put_arguments(
         "have": have_of(have),
         "metadata": {} if metadata is None else dict(metadata),
     }
+
+
+def _selector(
+    tensors: str | Iterable[str] | Callable[[str], bool] | None, parts: Mapping[str, Any] | None
+) -> Callable[[dict[str, list[int]]], dict[str, tuple[list[int], list[int]]]] | None:
+    """A function that selects tensors by their shapes, which may be called several times; ``None`` if all are wanted."""
+    if tensors is None and not parts:
+        return None
+    if tensors is not None and not isinstance(tensors, str) and not callable(tensors):
+        tensors = tuple(tensors)  # an iterator gives its items once
+    return partial(_selection, tensors, parts or {})
 
 
 def _selection(

@@ -141,7 +141,7 @@ impl Error {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Tpde(error) => tpde::hint(error),
-            Self::NoVersion { .. } => Some("a version is named BRANCH@NUMBER, or BRANCH for its newest one"),
+            Self::NoVersion { .. } => Some("list the branches, or the log of one: versions are named BRANCH@NUMBER"),
             _ => None,
         }
     }

@@ -160,6 +160,8 @@ fn remove_versions(
             if (is_deleted && is_deletion_old) || old.contains(&names::mark(name, number)) {
                 remote.delete(&names::manifest(name, number))?;
                 report.versions += 1;
+            } else if !branch.is_live(number) {
+                report.waiting += 1;
             }
         }
         stay.extend(branch.versions().map(|version| (version.reference(), version.clone())));

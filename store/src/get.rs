@@ -15,7 +15,7 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf, absolute};
 use tpde::{Apply, Escaped, Rectangle, TemporaryFolder, Tensor, ValidatedIndex, Watch, check_neighbours};
 
 /// Returns the wanted rectangle of each wanted tensor, by name: [`Rectangle::whole`] for a whole tensor.
@@ -183,7 +183,17 @@ pub(crate) fn get(prefix: &Prefix, version: &str, output: impl AsRef<Path>, opti
 /// Checks that a path is not in the folder of the store.
 pub(crate) fn check_outside(prefix: &Prefix, what: &str, path: Option<&Path>) -> Result<()> {
     let Some((path, store)) = path.zip(prefix.remote.folder()) else { return Ok(()) };
-    if path.ancestors().find_map(|path| path.canonicalize().ok()).is_some_and(|place| place.starts_with(store)) {
+    // Folders that do not exist are made, so `none/..` is here.
+    let whole = absolute(path).unwrap_or_else(|_| path.to_owned());
+    let existing = whole.ancestors().find_map(|above| Some((above.canonicalize().ok()?, whole.strip_prefix(above).ok()?)));
+    let place = existing.map(|(mut place, below)| {
+        below.components().for_each(|part| match part {
+            Component::ParentDir => _ = place.pop(),
+            part => place.push(part),
+        });
+        place
+    });
+    if place.is_some_and(|place| place.starts_with(store)) {
         let [store, path] = [store, path].map(|path| Escaped(&path.display().to_string()).to_string());
         return Err(Error::InvalidArgument(format!("expected {what} outside of the store {store}, found {path}")));
     }
@@ -208,7 +218,8 @@ pub(crate) fn without_itself(catalog: &mut Catalog<'_>, version: &Version, mut h
     {
         if route::find_without(catalog, version, Start::Get(&have), &[])?.is_none() {
             let path = Escaped(&path.display().to_string()).to_string();
-            let reason = format!("{} is not stored without the checkpoint {path}, which has its tensors", version.name());
+            let reason =
+                format!("{} is not stored: the checkpoint {path} was passed as this version, so use it as it is", version.name());
             return Err(Error::InvalidArgument(reason));
         }
     }

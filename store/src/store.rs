@@ -1,5 +1,6 @@
 //! The store: its calls.
 
+use crate::catalog::Whole;
 use crate::download::Cache;
 use crate::error::{Error, Result};
 use crate::fold::{self, FoldOptions, PruneReport};
@@ -99,7 +100,7 @@ pub struct Usage {
     pub file_bytes: u64,
     /// Size of all of these in bytes.
     pub stored_bytes: u64,
-    /// Size of all tensors of the versions that can be named, in bytes.
+    /// Size of all tensors of the versions that can be named, in bytes, without those of external versions.
     pub tensor_bytes: u64,
 }
 
@@ -517,14 +518,19 @@ impl Store {
         let mut catalog = self.0.catalog()?;
         let mut usage = Usage::default();
         let mut files = BTreeMap::new();
-        let branches = catalog.all()?.into_values();
+        let branches = catalog.all()?;
+        let waits = |branch: &Whole<'_>| branch.all_damaged().filter(|(number, _)| !branch.is_live(*number)).count() as u64;
+        usage.waiting = branches.values().map(waits).sum();
         let versions: Vec<(bool, Version)> = branches
+            .into_values()
             .flat_map(|branch| branch.all_versions().map(move |version| (branch.is_live(version.number), version.clone())))
             .collect();
         for (is_live, version) in versions {
             if is_live {
                 usage.versions += 1;
-                usage.tensor_bytes += version.tensor_bytes;
+                if !matches!(version.content, Content::External { .. }) {
+                    usage.tensor_bytes = usage.tensor_bytes.saturating_add(version.tensor_bytes);
+                }
                 usage.oldest = Some(usage.oldest.map_or(version.created, |oldest| oldest.min(version.created)));
                 usage.newest = usage.newest.max(Some(version.created));
             } else {

@@ -21,12 +21,19 @@ fn a_path_that_does_not_exist_may_be_something_else() {
     for name in ["model.safetensors", "pair.tpde-index", "both", "both.tpde-index"] {
         fs::write(at(name), "").unwrap();
     }
-    let cases: [(PathBuf, Option<&str>); 11] = [
+    let cases: [(PathBuf, Option<&str>); 18] = [
         ("https://host/model.safetensors".into(), Some("download the files first")),
         ("s3://bucket/pair.tpde-index".into(), Some("download the files first")),
         ("owner/Model-8B".into(), Some("hf download")),
         ("src/Model-8B".into(), None),
         ("owner/model.safetensors".into(), None),
+        ("git+ssh://host/model".into(), Some("download the files first")),
+        ("C:/models/model".into(), None),
+        ("~/Model-8B".into(), None),
+        ("models/llama.gguf".into(), None),
+        ("checkpoints/step-10.bin".into(), None),
+        ("owner/model@1".into(), None),
+        ("owner/model\nb".into(), None),
         ("owner/model/file".into(), None),
         (at("nowhere"), None),
         (at("nowhere.tpde-index"), Some("named without its endings")),
@@ -41,6 +48,13 @@ fn a_path_that_does_not_exist_may_be_something_else() {
     }
     let refused = Error::Io { action: "open", path: "owner/Model-8B".into(), source: io::ErrorKind::PermissionDenied.into() };
     assert_eq!(hint(&refused), None);
+    // Where an output or a temporary file cannot be made, nothing is to be downloaded.
+    for action in ["create", "create a file in", "write", "publish", "create a temporary folder in"] {
+        for path in ["owner/Model-8B", "s3://bucket/pair", "pair.tpde-index"] {
+            let error = Error::Io { action, path: path.into(), source: io::ErrorKind::NotFound.into() };
+            assert_eq!(hint(&error), None, "{action} {path}");
+        }
+    }
     // The errors that opening gives.
     assert!(hint(&SafetensorsCheckpoint::open(at("pair")).err().unwrap()).unwrap().contains("swapped"));
     assert!(hint(&Pair::open(at("model.safetensors")).err().unwrap()).unwrap().contains("swapped"));

@@ -88,7 +88,7 @@ pub struct Peer<'a> {
 }
 
 struct Tensor<'a> {
-    /// Base bytes, as long as the target; zeros where the base has no bytes.
+    /// Base bytes. For XOR as long as the target, and zeros where the base has no bytes.
     base: Vec<u8>,
     has_base: bool,
     target: &'a [u8],
@@ -114,14 +114,20 @@ impl<'a> Peer<'a> {
     ) -> anyhow::Result<Self> {
         let mut tensors = Vec::new();
         for (tensor, target) in index.tensors().zip(target) {
-            let mut bytes = vec![0; target.len()];
             let place = if tensor.base_kind == BaseKind::None { None } else { base.find(tensor.base_name) };
+            let all = place.map_or(0, |place| base.tensors()[place].bytes() as usize);
+            let (present, size) = match (form, tensor.base_kind) {
+                (Form::Patch, _) => (all, all),
+                (_, BaseKind::Same | BaseKind::Prefix) => (all.min(target.len()), target.len()),
+                // The XOR with lanes of another dtype says nothing.
+                _ => (0, target.len()),
+            };
+            let mut bytes = vec![0; size];
             if let Some(place) = place {
-                let present = (tensor.base_bytes() as usize).min(bytes.len());
                 base.read(place, 0, &mut bytes[..present])?;
             }
             let frame = vec![0xA5; zstd::zstd_safe::compress_bound(target.len())];
-            tensors.push(Tensor { base: bytes, has_base: place.is_some(), target, lane_bytes: tensor.lane_bytes(), frame });
+            tensors.push(Tensor { base: bytes, has_base: present > 0, target, lane_bytes: tensor.lane_bytes(), frame });
         }
         let largest = target.iter().map(Vec::len).max().unwrap_or(0);
         let worker = |_| {
@@ -202,7 +208,7 @@ impl Contender for Peer<'_> {
     }
 }
 
-/// The program zstd sets the window to the size of the larger file, and finds matches at long distances.
+/// As the program zstd does: the window has room for base and target, and matches may be at long distances.
 impl Tensor<'_> {
     fn patch(&mut self, level: i32) -> io::Result<usize> {
         let window = (self.base.len() + self.target.len()).max(1).ilog2() + 1;

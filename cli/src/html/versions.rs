@@ -26,9 +26,9 @@ pub struct Version {
     pub tensor_bytes: u64,
     /// Number and bytes of the pairs that a reader without any version reads.
     pub to_read: (u64, u64),
-    /// The user's own values, as text.
     /// Seconds since 1970.
     pub created: u64,
+    /// The user's own values, as text.
     pub metadata: String,
 }
 
@@ -162,7 +162,7 @@ impl Scale {
 
     /// Both ends and the middle.
     fn ticks(&self) -> Vec<(f64, String)> {
-        if self.least >= self.most {
+        if self.least >= self.most || self.most <= 1.0 {
             return Vec::new();
         }
         [0.0, 0.5, 1.0].map(|at| (at, text::bytes((self.least * (self.most / self.least).powf(at)).round() as u64))).into()
@@ -260,10 +260,11 @@ fn to_read(branch: &Branch, i: usize) -> Markup {
     };
     html! {
         section {
-            @let ticks = [(0.0, "0 B".to_owned()), (0.5, text::bytes(most / 2)), (1.0, text::bytes(most))];
+            @let ticks = [(0.0, 0), (0.5, most / 2), (1.0, most)].map(|(at, bytes)| (at, text::bytes(bytes)));
+            @let ticks = if most > 1 { &ticks[..] } else { &[] };
             h3 id=(id) { "Bytes to read for " (branch.name) }
             p { "Size of the pairs that a reader without any version reads. The highest bar is " (text::bytes(most)) "." }
-            (bars(branch, &id, &ticks, of_column))
+            (bars(branch, &id, ticks, of_column))
         }
     }
 }

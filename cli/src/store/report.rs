@@ -138,23 +138,25 @@ impl Described {
 
 /// The sizes of a store.
 pub fn facts(usage: &Usage) -> Vec<html::Fact> {
-    let time = |seconds: Option<u64>| seconds.map_or("–".into(), text::date);
     let waiting = match usage.waiting {
         0 => String::new(),
         1 => ", and 1 that was pruned or deleted and waits for gc".into(),
         waiting => format!(", and {} that were pruned or deleted and wait for gc", text::count(waiting)),
     };
-    vec![
-        ("versions", format!("{}{waiting}", text::count(usage.versions))),
-        ("stored", format!("{} to {} UTC", time(usage.oldest), time(usage.newest))),
+    let mut facts = vec![("versions", format!("{}{waiting}", text::count(usage.versions)))];
+    if let (Some(oldest), Some(newest)) = (usage.oldest, usage.newest) {
+        facts.push(("stored", format!("{} to {} UTC", text::date(oldest), text::date(newest))));
+    }
+    facts.extend([
         ("whole versions", text::bytes(usage.anchor_bytes)),
         ("differences", text::bytes(usage.difference_bytes)),
         ("shortcuts", text::bytes(usage.shortcut_bytes)),
         ("other files", text::bytes(usage.file_bytes)),
         ("all that is stored", text::bytes(usage.stored_bytes)),
         ("tensors of all versions", text::bytes(usage.tensor_bytes)),
-        ("ratio", text::times(text::ratio(usage.tensor_bytes, usage.stored_bytes))),
-    ]
+        ("ratio", text::times(text::ratio(usage.tensor_bytes, usage.stored_bytes - usage.file_bytes))),
+    ]);
+    facts
 }
 
 impl fmt::Display for Described {

@@ -162,7 +162,9 @@ impl fmt::Display for Versions {
         let header = ["version", "stored", "parent", "created (UTC)", "metadata", "bytes", "ratio", "other files"];
         text::table(f, 5, &header, self.versions.iter().map(row))?;
         let sum = |bytes: fn(&Row) -> u64| self.versions.iter().map(bytes).fold(0, u64::saturating_add);
-        let (stored, tensors) = (sum(|row| row.stored_bytes), sum(|row| row.tensor_bytes));
+        // The tensors of an external version are not stored.
+        let tensors = sum(|row| if row.content == "external" { 0 } else { row.tensor_bytes });
+        let stored = sum(|row| row.stored_bytes);
         let (ratio, files) = (text::times(text::ratio(tensors, stored)), text::bytes(sum(|row| row.new_file_bytes)));
         let versions = text::counted(self.versions.len() as u64, "version");
         let (stored, tensors) = (text::bytes(stored), text::bytes(tensors));
@@ -238,7 +240,8 @@ impl fmt::Display for Collected {
         let Self(report) = self;
         writeln!(f, "removed {}, {}", text::counted(report.removed, "object"), text::bytes(report.removed_bytes))?;
         if report.versions > 0 {
-            writeln!(f, "  {} that were pruned, or whose branch was deleted", text::counted(report.versions, "version"))?;
+            let were = if report.versions == 1 { "was" } else { "were" };
+            writeln!(f, "  {} that {were} pruned, or whose branch was deleted", text::counted(report.versions, "version"))?;
         }
         if report.shortcuts > 0 {
             writeln!(f, "  {}", text::counted(report.shortcuts, "shortcut"))?;

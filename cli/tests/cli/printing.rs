@@ -120,3 +120,20 @@ fn a_reader_that_has_seen_enough_is_no_error() {
     let output = command.args(["inspect", "pair"]).current_dir(place.0.path()).stdout(writer).output().unwrap();
     assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()));
 }
+
+/// A base of another dtype, or with more or fewer rows, is a base of peers too, as far as they can use one.
+#[test]
+fn bases_of_other_dtypes_and_shapes_are_measured() {
+    let place = Place::new();
+    let wide = tensor("w", "F32", &[64, 64], 1);
+    let narrow =
+        Tensor { dtype: "BF16", bytes: wide.bytes.chunks(4).flat_map(|lane| [lane[2], lane[3]]).collect(), ..wide.clone() };
+    let longer = tensor("w", "BF16", &[80, 64], 2);
+    for (name, one) in [("wide", &wide), ("narrow", &narrow), ("longer", &longer)] {
+        write_file(&place.path(&format!("{name}.safetensors")), std::slice::from_ref(one));
+    }
+    for (base, target) in [("wide", "narrow"), ("narrow", "wide"), ("longer", "narrow"), ("narrow", "longer")] {
+        let report = place.json(&format!("bench {base}.safetensors {target}.safetensors --runs 1"));
+        assert_eq!(report["contenders"].as_array().unwrap().len(), 4, "{base} {target}");
+    }
+}

@@ -197,12 +197,55 @@ fn a_pruned_branch_reads_on_past_what_is_gone() {
     let sizes = place.json("store du st");
     assert_eq!((&sizes["versions"], &sizes["waiting"], &sizes["shortcuts"]), (&2.into(), &1.into(), &1.into()));
     assert!(place.ok("store du st").out.contains("2, and 1 that was pruned or deleted and waits for gc"));
+    // Also one whose manifest cannot be read.
+    fs::write(place.path("st/branches/main/0000000002.json"), "{").unwrap();
+    place.ok("store prune st --damaged");
+    let sizes = place.json("store du st");
+    assert_eq!((&sizes["versions"], &sizes["waiting"]), (&1.into(), &2.into()));
+    assert_eq!(place.json("store gc st")["waiting"], 2);
+    place.ok("store init now --grace 2");
+    for version in ["v0", "v1", "v2"] {
+        place.ok(&format!("store put now {version}"));
+    }
+    place.ok("store prune now --keep-every 2");
+    std::thread::sleep(std::time::Duration::from_millis(2500));
+    assert!(place.ok("store gc now").out.contains("\n  1 version that was pruned, or whose branch was deleted\n"));
 }
 
 /// Seconds since 1970 as text.
 fn date(seconds: u64) -> String {
     let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
     humantime::format_rfc3339_seconds(time).to_string()[..16].replace('T', " ")
+}
+
+/// Ratios are of what is stored, and sizes that no checkpoint has are no reason to panic.
+#[test]
+fn totals_leave_out_what_is_elsewhere() {
+    let place = versions();
+    place.ok("store put st v0 --external elsewhere");
+    place.ok("store put st v1 --have main@0=v0");
+    let log = place.json("store log st");
+    let row = &log["versions"][0];
+    let ratio = format!("{:.1}x", row["tensor_bytes"].as_f64().unwrap() / row["stored_bytes"].as_f64().unwrap());
+    let [total, sizes] = ["log", "du"].map(|verb| place.ok(&format!("store {verb} st")).out);
+    assert!(total.lines().last().unwrap().contains(&ratio) && sizes.contains(&ratio), "{ratio} {total} {sizes}");
+    assert_eq!(place.json("store du st")["tensor_bytes"], row["tensor_bytes"]);
+
+    let manifest = place.path("st/branches/main/0000000001.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    let bytes = format!("\"tensor_bytes\":{}", row["tensor_bytes"]);
+    let compact: String = text.split_whitespace().collect();
+    assert!(compact.contains(&bytes), "{text}");
+    fs::write(&manifest, compact.replace(&bytes, &format!("\"tensor_bytes\":{}", u64::MAX))).unwrap();
+    place.ok("store branch create st side");
+    for verb in ["log", "du", "report"] {
+        place.ok(&format!("store {verb} st"));
+    }
+
+    place.ok("store init empty");
+    assert!(!place.ok("store du empty").out.contains("UTC"));
+    place.fails("store get st main -o out --have main@0=v0 --cache none/../st/cache", USAGE, "outside of the store");
+    assert!(!place.path("none").exists() && !place.path("st/cache").exists());
 }
 
 #[test]

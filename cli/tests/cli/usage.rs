@@ -89,7 +89,7 @@ fn arguments_that_are_swapped_or_missing_have_a_hint() {
     place.ok("store init versions");
     place.ok("store put versions base.safetensors");
     let error = place.fails("store get versions main@7 -o x", DATA, "");
-    assert!(error["hint"].as_str().is_some_and(|found| found.contains("BRANCH@NUMBER")), "{error}");
+    assert!(error["hint"].as_str().is_some_and(|found| found.contains("versions are named BRANCH@NUMBER")), "{error}");
     let error = place.fails("store get versions main -o base.safetensors", SYSTEM, "choose another output");
     assert!(error["hint"].is_null(), "{error}");
 }

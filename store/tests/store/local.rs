@@ -253,7 +253,8 @@ fn a_version_that_the_caller_has_is_rebuilt_from_the_store() {
     }
     store.put(&path, &PutOptions::default().branch("outside").anchor(Anchor::External { hint: "elsewhere".into() })).unwrap();
     let error = store.get("outside", place.at("out"), &GetOptions::default().have("outside", &path)).unwrap_err();
-    let expected = format!("outside@0 is not stored without the checkpoint {}, which has its tensors", path.display());
+    let expected =
+        format!("outside@0 is not stored: the checkpoint {} was passed as this version, so use it as it is", path.display());
     assert!(matches!(&error, Error::InvalidArgument(why) if *why == expected), "{error}");
 }
 
