@@ -65,21 +65,17 @@ fn is_reading(action: &str) -> bool {
 fn of_missing(path: &Path) -> Option<&'static str> {
     let ending = path.extension().and_then(|ending| ending.to_str());
     Some(match ending {
-        _ if is_url(path) => {
-            "paths are those of this machine: download the files first, or keep them in a store, which may have a URL"
-        }
+        _ if is_url(path) => "this needs a path of this machine: download the files first. Only stores have URLs",
         Some("tpde-index") if path.with_extension("").exists() => {
-            "a file or folder has this name without the ending, but is no pair: are two arguments swapped?"
+            "a file or folder has this name, but is no pair: is it a checkpoint, or are two arguments swapped?"
         }
-        Some("tpde-index" | "tpde-blob") => {
+        Some("tpde-index" | "tpde-blob") if !is_on_hub(&path.with_extension("")) => {
             "a pair is named without its endings, or by either file; both files must be in one folder"
         }
         _ if PairPaths::new(path).index.exists() => {
             "this is the name of a pair, where a checkpoint is expected: are two arguments swapped?"
         }
-        _ if is_on_hub(path) => {
-            "there is no such folder here; a checkpoint on a model hub is downloaded first: hf download NAME --local-dir FOLDER"
-        }
+        _ if is_on_hub(path) => "if this is a model on a hub, download it first: hf download NAME --local-dir FOLDER",
         _ => return None,
     })
 }

@@ -141,7 +141,11 @@ impl fmt::Display for Report {
         if !self.removed.is_empty() {
             facts.push(("removed", format!("what programs would have read instead: {}", text::some(&self.removed))));
         }
-        facts.extend(self.copy.iter().map(|copy| ("copy", format!("the base's folder has other files: {copy}"))));
+        facts.extend(
+            self.copy
+                .iter()
+                .map(|copy| ("copy", format!("other files should come with the pair; if they are those of the base: {copy}"))),
+        );
         text::facts(f, &facts)
     }
 }

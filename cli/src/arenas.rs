@@ -1,7 +1,7 @@
 //! How the allocator of the C library shares addresses among threads.
 
-/// Lets all threads allocate from one arena if the addresses of this process are limited, as by `ulimit -v`. Otherwise an arena of
-/// glibc reserves 64 MiB of addresses per thread, and a small allocation of another thread finds none left and ends the process. Call
+/// Lets all threads allocate from one arena if the addresses of this process are limited, as by `ulimit -v`. By default each thread
+/// reserves 64 MiB of addresses. Under a limit a small allocation of another thread then fails, which ends the process. Call
 /// it before any thread starts.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[expect(unsafe_code)]

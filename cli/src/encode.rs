@@ -359,7 +359,9 @@ impl fmt::Display for Report {
                 facts.push((label, format!("{count}, {why}: {}", text::some(names))));
             }
         }
-        facts.extend(self.copy.iter().map(|copy| ("copy", format!("`apply` does not write these: {copy}"))));
+        facts.extend(
+            self.copy.iter().map(|copy| ("copy", format!("send these files with the pair, `apply` does not write them: {copy}"))),
+        );
         facts.extend(self.note.iter().map(|note| ("note", note.clone())));
         text::facts(f, &facts)
     }

@@ -466,7 +466,7 @@ def _location(location: StrPath) -> str:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise InvalidArgument(f"a {what} is a {type(value).__name__}: expected its name")
+        raise InvalidArgument(f"{what} is of type {type(value).__name__}: expected text")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -87,7 +87,7 @@ pub enum Error {
         version: String,
     },
     /// The version was pruned.
-    #[error("{} was pruned: expected a version that was kept, found one that was not (nearest: {})", Escaped(version), shown(kept))]
+    #[error("{} was pruned: expected a version that was kept (nearest: {})", Escaped(version), shown(kept))]
     Pruned {
         /// The version as `BRANCH@NUMBER`.
         version: String,

@@ -38,7 +38,7 @@ fn a_path_that_does_not_exist_may_be_something_else() {
         (at("nowhere"), None),
         (at("nowhere.tpde-index"), Some("named without its endings")),
         (at("both.tpde-blob"), Some("named without its endings")),
-        (at("model.safetensors.tpde-index"), Some("no pair: are two arguments swapped")),
+        (at("model.safetensors.tpde-index"), Some("no pair: is it a checkpoint, or are two arguments swapped")),
         (at("pair"), Some("a checkpoint is expected: are two arguments swapped")),
     ];
     for (path, expected) in cases {

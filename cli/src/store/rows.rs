@@ -258,7 +258,7 @@ impl fmt::Display for Collected {
             );
             writeln!(
                 f,
-                "  {waiting} that {were} pruned, or whose branch was deleted, {stay} until the grace is over and no other needs {them}"
+                "  {waiting} that {were} pruned, or whose branch was deleted, {stay} until the grace of the store is over and no other needs {them}"
             )?;
         }
         Ok(())

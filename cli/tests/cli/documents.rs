@@ -15,10 +15,11 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("minisign ", "needs a key and a passphrase"),
     ("python3 -m venv ", "builds wheels for a release"),
     ("target/venv-wheels/bin/pip install ", "builds wheels for a release"),
-    ("rustup target add ", "builds wheels for a release"),
+    ("rustup target add ", "builds wheels and programs for a release"),
     ("export PATH=", "builds wheels for a release"),
     ("for arch in ", "builds wheels for a release"),
     ("auditwheel show ", "builds wheels for a release"),
+    ("CC_x86_64_unknown_linux_musl=", "builds a program for a release"),
 ];
 
 /// A command of a document.

@@ -220,7 +220,7 @@ fn a_pruned_branch_keeps_every_nth_version_and_gc_removes_the_others() {
         ] {
             let Error::Pruned { version: found, kept: nearest } = &error else { panic!("{error}") };
             assert_eq!((found.as_str(), nearest.as_slice()), (version, kept.map(String::from).as_slice()));
-            assert!(error.to_string().contains("expected a version that was kept, found one that was not"), "{error}");
+            assert!(error.to_string().contains("was pruned: expected a version that was kept (nearest: "), "{error}");
         }
     }
     // One who has a version that was pruned since then still gets others.
