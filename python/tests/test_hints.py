@@ -241,6 +241,11 @@ def test_a_base_that_is_passed_as_the_path(function: Any, calls: Calls) -> None:
     assert not list(calls.folder.glob("*safetensors.tpde*")) and not list(calls.folder.glob("sharded.tpde*"))
 
 
+def test_a_base_that_is_passed_as_the_device(calls: Calls) -> None:
+    with pytest.raises(tpde.DeviceUnavailable, match="a base is passed as base="):
+        tpde.torch.load_file(calls.folder / "pair", str(calls.folder / "base.safetensors"))
+
+
 def test_a_pair_may_have_the_name_of_its_target(calls: Calls) -> None:
     base = calls.folder / "base.safetensors"
     assert tpde.encode(base, base).index == f"{base}.tpde-index"

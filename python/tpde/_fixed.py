@@ -1,4 +1,4 @@
-"""What a captured graph takes for granted: the state of a model, and of objects that are passed to it."""
+"""State that a captured graph assumes unchanged: of a model, and of objects that are passed to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def is_constant(value: Any) -> bool:
 
 
 class Memory:
-    """Memory of tensors. Values on a CUDA device may change, because a graph reads them there. Values on the CPU may not."""
+    """Addresses of tensors, and versions of those on the CPU. Values on a CUDA device may change, because a replay reads them. Values
+    on the CPU are part of a graph."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)

@@ -1,14 +1,14 @@
 """Calls of an attached model as CUDA graphs, for ``attach(..., graph=True)``.
 
-A call is *like* an earlier one if its tensors have the same shapes, strides and dtypes, its other arguments are equal or the same
-objects, and PyTorch's modes are the same. States of calls that are alike:
+Two calls are of the same *kind* if their tensors have the same shapes, strides and dtypes, their other arguments are equal or the
+same objects, and PyTorch's modes are the same. States of a kind:
 
     unknown ─ runs, and only memory of the device changes ─▶ tried ─ is captured and replayed ─▶ captured ─ is replayed ─▶ captured
     tried, captured ─ the model, or an object that is passed, has changed ─▶ unknown
     tried ─ the captured call would write to a tensor that is passed ─▶ refused
 
-Every other call runs without a graph, which is as correct, and slower. The call that makes a kind of call known is its warm-up. So no
-call runs twice, and a static cache advances once per call.
+Every other call runs without a graph, which is as correct, and slower. The first call of a kind is its warm-up. No call runs
+twice, so a static cache advances once per call.
 """
 
 from __future__ import annotations

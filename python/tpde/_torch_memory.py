@@ -36,7 +36,9 @@ def check_device(device: Any) -> torch.device:
     try:
         parsed: torch.device = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise DeviceUnavailable(f"no device {device!r}: {error}", device=str(device)) from error
+        is_path = isinstance(device, str) and ("/" in device or device.endswith(".safetensors"))
+        reason = "a base is passed as base=" if is_path else error
+        raise DeviceUnavailable(f"no device {device!r}: {reason}", device=str(device)) from error
     if parsed.type == "cpu":
         return parsed
     why = "only the CPU and CUDA devices are supported"

@@ -341,13 +341,13 @@ def attach(
         only: A function of a weight's name: linear weights for which it returns false are rebuilt once and stay dense.
         check: Whether each weight is rebuilt once now, so that a wrong base or damage is raised here. On the CPU, digests are
             compared too.
-        graph: Whether calls of the model are captured into CUDA graphs and replayed, which is faster because the host has less to
-            do. All layers must be on one CUDA device. The first call of a kind runs as usual, the second one is captured, and later ones
-            are replays: they run the work that was captured, and no Python. Calls are of one kind if their tensors have the same
-            shapes, strides and dtypes, and their other arguments are equal or the same objects, such as a static cache. Values of
+        graph: Whether calls of the model are captured into CUDA graphs and replayed. This is faster where the host limits the speed.
+            All layers must be on one CUDA device. The first call of a kind runs as usual, the second one is captured, and later ones
+            are replays: they run the work that was captured, and no Python. Two calls are of the same kind if their tensors have the
+            same shapes, strides and dtypes, and their other arguments are equal or the same objects, such as a static cache. Values of
             tensors may change; outputs are copies. Calls run without a graph if they cannot be replayed, for example with gradients,
-            autocast, hooks, tensors on the CPU, or a cache that grows. ``Attached.graphs`` says how many were replays, and why the last
-            one was none. A change of the model's modules, parameters, buffers or settings like ``train()`` is noticed. Settings in
+            autocast, hooks, tensors on the CPU, or a cache that grows. ``Attached.graphs.replays`` counts replays, and
+            ``Attached.graphs.reason`` says why the last call was none. A change of the model's modules, parameters, buffers or settings like ``train()`` is noticed. Settings in
             other objects, such as the configuration, are not: call :meth:`Attached.release` after changing them. An error of a replay
             is raised by the next call, if the replay has completed by then, or by :meth:`Attached.check`.
         expect: As for :func:`tpde.apply`.
