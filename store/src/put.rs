@@ -172,7 +172,7 @@ pub(crate) fn put_checkpoint(
     options: &PutOptions<'_>,
 ) -> Result<Version> {
     let (parent, version) = next_version(&mut prefix.catalog()?, options)?;
-    let (lease, catalog) = lease_of(prefix, &version)?;
+    let (lease, catalog) = lease_of_next(prefix, &version)?;
     let put = Put { prefix, id: lease.id(), catalog, options };
     let (version, lease) = lease.during(|_| put.encode(target, folder, parent, version))?;
     lease.publish(&version)?;
@@ -185,10 +185,19 @@ pub(crate) fn lease_of<'a>(prefix: &'a Prefix, version: &Version) -> Result<(Lea
     Lease::take(prefix, UploadId::new(), creates, version.parent.iter().cloned().collect())
 }
 
+/// As [`lease_of`], for the next version of a branch. If the head is gone, whoever deleted the branch was faster, and has its number.
+fn lease_of_next<'a>(prefix: &'a Prefix, version: &Version) -> Result<(Lease<'a>, Catalog<'a>)> {
+    let is_of_head = version.parent.as_ref().is_some_and(|parent| parent.branch == version.branch);
+    lease_of(prefix, version).map_err(|error| match error {
+        Error::NoVersion { .. } if is_of_head => Error::Conflict { version: version.name() },
+        error => error,
+    })
+}
+
 /// Stores a pair that was made elsewhere.
 pub(crate) fn put_pair(prefix: &Prefix, path: &Path, options: &PutOptions<'_>) -> Result<Version> {
     let (parent, version) = next_version(&mut prefix.catalog()?, options)?;
-    let (lease, catalog) = lease_of(prefix, &version)?;
+    let (lease, catalog) = lease_of_next(prefix, &version)?;
     let put = Put { prefix, id: lease.id(), catalog, options };
     let (version, lease) = lease.during(|_| put.describe_pair(path, parent, version))?;
     lease.publish(&version)?;

@@ -2,6 +2,7 @@
 
 use crate::*;
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::thread;
 
 /// The store as it is seen when all that was written so far is older than the grace.
@@ -107,6 +108,37 @@ fn a_collection_that_dies_at_any_request_leaves_what_is_needed() {
         died += 1;
     }
     assert!(died > 8, "{died} requests");
+}
+
+/// A deletion before any request of a put: the put conflicts, or its version is the first one after the deletion, or the one deleted.
+#[test]
+fn a_deletion_may_come_before_any_request_of_a_put() {
+    let place = Place::new();
+    let mut conflicts = 0;
+    for request in 0.. {
+        let memory = Arc::new(InMemory::new());
+        let weights = Weights::new(1);
+        init(&memory, &never_whole()).put(place.file(&weights), &PutOptions::default()).unwrap();
+        let faulty = Faulty::new(&memory, Fault::None);
+        let store = internals::open(faulty.clone(), SEGMENT).unwrap();
+        let (late, head) = (memory.clone(), Arc::new(Mutex::new(None)));
+        let deleted = head.clone();
+        let at = faulty.requests.load(SeqCst) + request;
+        *faulty.before_request.lock().unwrap() =
+            Some((at, Box::new(move || *head.lock().unwrap() = open(&late).delete_branch("main").ok())));
+        let outcome = store.put(place.file(&weights), &PutOptions::default());
+        if faulty.before_request.lock().unwrap().is_some() {
+            outcome.unwrap();
+            break; // the put makes no such request
+        }
+        match outcome {
+            Ok(version) if deleted.lock().unwrap().as_ref().is_some_and(|head| head.number == version.number) => {}
+            Ok(version) => check(&open(&memory), &version.name(), &weights, &GetOptions::default()),
+            Err(Error::Conflict { .. }) => conflicts += 1,
+            Err(error) => panic!("before request {request}: {error}"),
+        }
+    }
+    assert!(conflicts > 5, "{conflicts}");
 }
 
 #[test]

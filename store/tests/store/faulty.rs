@@ -42,6 +42,8 @@ pub struct Faulty {
     pub has_young_leases: AtomicBool,
     /// Runs before the next manifest of a version is created.
     pub before_manifest: Mutex<Option<Hook>>,
+    /// Runs before the request of this number.
+    pub before_request: Mutex<Option<(u64, Hook)>>,
     /// Whether an object that is to be created is overwritten, as by a server that ignores `If-None-Match`.
     pub is_overwriting: AtomicBool,
 }
@@ -68,7 +70,7 @@ impl Faulty {
 
     pub fn with(inner: &Arc<InMemory>, fault: Fault, hidden: u64, aged: i64) -> Arc<Self> {
         let (requests, bytes_read, object_bytes, objects_read) = Default::default();
-        let (has_young_leases, before_manifest, is_overwriting, failed) = Default::default();
+        let (has_young_leases, before_manifest, before_request, is_overwriting, failed) = Default::default();
         Arc::new(Self {
             inner: inner.clone(),
             fault,
@@ -81,13 +83,24 @@ impl Faulty {
             aged: aged.into(),
             has_young_leases,
             before_manifest,
+            before_request,
             is_overwriting,
         })
     }
 
+    /// Counts a request. Returns its number.
+    fn count(&self) -> u64 {
+        let number = self.requests.fetch_add(1, SeqCst);
+        let hook = self.before_request.lock().unwrap().take_if(|(at, _)| *at == number);
+        if let Some((_, hook)) = hook {
+            hook();
+        }
+        number
+    }
+
     /// Errors before and after a request.
     async fn request(&self, location: &Path) -> (Result<()>, Result<()>) {
-        let number = self.requests.fetch_add(1, SeqCst);
+        let number = self.count();
         let dead = || Err(Error::PermissionDenied { path: "any".into(), source: "the process is dead".into() });
         let flaky = || Err(Error::Generic { store: "Faulty", source: "503 Slow Down".into() });
         match self.fault {
@@ -152,7 +165,7 @@ impl ObjectStore for Faulty {
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        let number = self.requests.fetch_add(1, SeqCst);
+        let number = self.count();
         if matches!(self.fault, Fault::DeadFrom(first) | Fault::LostAt(first) if number >= first) {
             let dead = || Error::PermissionDenied { path: "any".into(), source: "the process is dead".into() };
             return locations.map(move |_| Err(dead())).boxed();
@@ -161,7 +174,7 @@ impl ObjectStore for Faulty {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        let number = self.requests.fetch_add(1, SeqCst);
+        let number = self.count();
         if matches!(self.fault, Fault::DeadFrom(first) | Fault::LostAt(first) if number >= first) {
             let dead = Error::PermissionDenied { path: "any".into(), source: "the process is dead".into() };
             return futures_util::stream::iter([Err(dead)]).boxed();
