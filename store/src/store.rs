@@ -310,8 +310,8 @@ impl Store {
     /// parent is one of [`PutOptions::have`]. Memory: that of encoding, and about ten segments of 32 MiB.
     ///
     /// # Errors
-    /// [`Error::Conflict`] if another call has created the version or deleted the branch first; [`Error::External`] if the parent must be supplied;
-    /// [`Error::InvalidArgument`] for a name that is not UTF-8, a link to a folder or to nothing, or a special file;
+    /// [`Error::Conflict`] if another call has created the version or deleted the branch first; [`Error::External`] if the parent
+    /// must be supplied; [`Error::InvalidArgument`] for a name that is not UTF-8, a link to a folder or to nothing, or a special file;
     /// [`Error::TooSlow`]; [`Error::Unreachable`]; the errors of [`Encode::to_writer`](tpde::Encode::to_writer) and of requests. The
     /// branch is as it was. What was uploaded is collected by [`Store::gc`].
     pub fn put(&self, checkpoint: impl AsRef<Path>, options: &PutOptions<'_>) -> Result<Version> {
