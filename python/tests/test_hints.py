@@ -109,7 +109,7 @@ HUB = "meta-llama/Llama-3.1-8B"
 SITUATIONS = {
     "a name on a hub as a checkpoint": Situation(CHECKPOINTS, lambda _: HUB, "hf download NAME"),
     "a URL as a checkpoint": Situation(CHECKPOINTS, lambda _: "https://host/o/m.safetensors", "download the files first"),
-    "a URL of a bucket as a checkpoint": Situation(CHECKPOINTS, lambda _: "s3://bucket/m.safetensors", "keep them in a store"),
+    "a URL of a bucket as a checkpoint": Situation(CHECKPOINTS, lambda _: "s3://bucket/m.safetensors", "Only stores have URLs"),
     "a file of torch.save": Situation(CHECKPOINTS, pickle_of, "load it with torch.load"),
     "an old file of torch.save": Situation(CHECKPOINTS, lambda calls: pickle_of(calls, is_zip=False), "load it with torch.load"),
     "a GGUF file": Situation(
