@@ -203,7 +203,7 @@ class TestCalls:
             found = [model(*arguments, **named) for _ in range(3)]
             assert isinstance(found[0], torch.Tensor) and found[1][0] == found[2][0] == "captured" and graphs.reason == ""
         assert (graphs.captured, graphs.replays) == (4, 8)
-        # Like none of them.
+        # Of none of these kinds.
         for arguments, named in (
             ((torch.ones(2, 2),), {}),
             ((x.double().float().t().contiguous().t(), Cache()), {}),

@@ -51,7 +51,7 @@ class _Call:
         self.leaves, self.spec = _pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.objects = [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor) and not is_constant(leaf)]
-        #: Equal for calls that are alike.
+        #: Equal for calls of the same kind.
         self.key: _Key = (self.spec, _modes(device), *(_described(leaf, device) for leaf in self.leaves))
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

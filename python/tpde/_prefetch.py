@@ -5,7 +5,7 @@ State and its invariants: :mod:`tpde._slot`. In addition, for streams and their 
 7. The memory of a slot is written only on the slot's stream. So work that an interrupted call has queued runs before the next
    filling, and cannot overwrite it.
 8. The filling of a slot waits for the slot's last use (event ``used``). Uses wait for the filling (event ``filled``), once per
-   filling: all of them are on the prefetcher's stream. Only the last use is recorded, because each event costs time of the host.
+   filling: all of them are on the prefetcher's stream. Only the last use is recorded: an event takes time.
 9. A slot is filled with a *group*: a weight, and those that follow it, as far as slot and buffer have room. A weight joins a group
    only if it followed the one before it in two passes in a row. All are of one model, which raises their error.
 10. The first filling of a slot with a weight waits for the work queued on the prefetcher's stream, and for the work queued when

@@ -99,7 +99,7 @@ class Usage:
 
     #: Number of versions that can be named.
     versions: int
-    #: Number of versions that were pruned, or whose branch was deleted, and that :meth:`Store.gc` has not removed. Their bytes count.
+    #: Number of versions that were pruned or deleted, and are still stored. Their bytes count.
     waiting: int
     #: When the first version that can be named was stored, in seconds since 1970 by its writer's clock.
     oldest: int | None

@@ -347,9 +347,10 @@ def attach(
             same shapes, strides and dtypes, and their other arguments are equal or the same objects, such as a static cache. Values of
             tensors may change; outputs are copies. Calls run without a graph if they cannot be replayed, for example with gradients,
             autocast, hooks, tensors on the CPU, or a cache that grows. ``Attached.graphs.replays`` counts replays, and
-            ``Attached.graphs.reason`` says why the last call was none. A change of the model's modules, parameters, buffers or settings like ``train()`` is noticed. Settings in
-            other objects, such as the configuration, are not: call :meth:`Attached.release` after changing them. An error of a replay
-            is raised by the next call, if the replay has completed by then, or by :meth:`Attached.check`.
+            ``Attached.graphs.reason`` says why the last call was none. A change of the model's modules, parameters, buffers or settings
+            like ``train()`` is noticed. Settings in other objects, such as the configuration, are not: call :meth:`Attached.release`
+            after changing them. An error of a replay is raised by the next call, if the replay has completed by then, or by
+            :meth:`Attached.check`.
         expect: As for :func:`tpde.apply`.
         progress: As for :func:`tpde.encode`, for reading the payloads.
 

@@ -262,7 +262,7 @@ class Store:
         """Rebuild a version in memory: name to PyTorch tensor or NumPy array, each in memory of its own. The tensors are those that
         :meth:`get` writes, and the same digests are compared. Other files of the version are not read.
 
-        Memory: the tensors, chunks of them, and that of objects which are read at the same time. Disk: the pairs that lead to the
+        Memory: the tensors, the chunks that are being decoded, and the objects that are being read. Disk: the pairs that lead to the
         version, in the folder for temporary files or in ``cache``; no checkpoint is written. If a shortcut is damaged, another way to
         the version is taken, and a warning of the logger ``tpde`` names the shortcut.
 

@@ -185,7 +185,7 @@ pub(crate) fn lease_of<'a>(prefix: &'a Prefix, version: &Version) -> Result<(Lea
     Lease::take(prefix, UploadId::new(), creates, version.parent.iter().cloned().collect())
 }
 
-/// As [`lease_of`], for the next version of a branch. If the head is gone, whoever deleted the branch was faster, and has its number.
+/// As [`lease_of`], for the next version of a branch. If the head is gone, another call has deleted the branch: a conflict.
 fn lease_of_next<'a>(prefix: &'a Prefix, version: &Version) -> Result<(Lease<'a>, Catalog<'a>)> {
     let is_of_head = version.parent.as_ref().is_some_and(|parent| parent.branch == version.branch);
     lease_of(prefix, version).map_err(|error| match error {

@@ -82,7 +82,7 @@ impl StoreOptions {
 pub struct Usage {
     /// Number of versions that can be named.
     pub versions: u64,
-    /// Number of versions that were pruned, or whose branch was deleted, and that [`Store::gc`] has not removed. Their bytes count.
+    /// Number of versions that were pruned or deleted, and are still stored. Their bytes count.
     pub waiting: u64,
     /// When the first version that can be named was stored, in seconds since 1970 by its writer's clock.
     pub oldest: Option<u64>,

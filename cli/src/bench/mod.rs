@@ -30,7 +30,8 @@ use tpde::{Checkpoint, EncodeOptions, MemoryCheckpoint, SafetensorsCheckpoint, T
 /// Compare speed and ratio with XOR and zstd, in memory
 ///
 /// The peers encode each tensor as one zstd frame: base XOR target at level 1, the byte planes of base XOR target at level 3, and
-/// the target at level 3 with the base as its prefix, as zstd --patch-from does with whole files. Columns with digests include the time for BLAKE3 of all base and target tensors, for every contender.
+/// the target at level 3 with the base as its prefix, as zstd --patch-from does with whole files. Columns with
+/// digests include the time for BLAKE3 of all base and target tensors, for every contender.
 ///
 /// With --device cuda: times to encode the target on the device, from device memory to pinned memory (not codec zstd); times to
 /// rebuild it, out of place and in place, from payloads in device memory, in pinned memory and in host memory; and times to copy it

@@ -143,8 +143,8 @@ fn bars<'a>(
     }
 }
 
-/// The place of a size on a logarithmic scale that ends at the largest, and begins at a quarter of the smallest or at a hundred thousandth
-/// of the largest.
+/// A logarithmic scale of sizes. It ends at the largest, and begins at a quarter of the smallest, but not below a hundred thousandth of
+/// the largest.
 struct Scale {
     least: f64,
     most: f64,
@@ -301,8 +301,8 @@ fn table(branch: &Branch, i: usize) -> Markup {
             div.wide {
                 table aria-labelledby=(id) {
                     thead { tr {
-                        th scope="col" { "version" } th scope="col" { "created (UTC)" } th scope="col" { "stored" } th scope="col" { "bytes" } th scope="col" { "changed" }
-                        th scope="col" { "ratio" } th scope="col" { "to read" } th scope="col" { "shortcuts" } th scope="col" { "metadata" }
+                        th scope="col" { "version" } th scope="col" { "created (UTC)" } th scope="col" { "stored" }
+                        th scope="col" { "bytes" } th scope="col" { "changed" } th scope="col" { "ratio" } th scope="col" { "to read" } th scope="col" { "shortcuts" } th scope="col" { "metadata" }
                     } }
                     tbody { @for version in branch.versions.iter().skip(left_out).rev() { (row(version)) } }
                 }
