@@ -3,10 +3,10 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
-use tpde::internals::{
-    self, ChunkDecoder, ChunkEncoder, Coding, DecodeCost, Encoded, EncodedChunk, PairBuilder, TableSet, TensorSpec, chunk_sum,
-};
 use tpde::{Apply, BaseKind, Codec, Dtype, Encode, EncodeOptions, Limits, MemoryCheckpoint, TensorInfo, ValidatedIndex};
+use tpde_core::codec::{ChunkDecoder, ChunkEncoder, Coding, DecodeCost, Encoded, EncodedChunk, TableSet};
+use tpde_core::sums::chunk_sum;
+use tpde_core::writer::{PairBuilder, TensorSpec};
 
 const LANES: usize = 16 << 20;
 
@@ -144,7 +144,7 @@ fn tables_of(base: &[u8], target: &[u8]) -> TableSet {
     let target = MemoryCheckpoint::new([(info, target)]).unwrap();
     let options = EncodeOptions::default().codec(Codec::Conditioned);
     let (pair, _) = Encode::new(&target).base(&base).options(options).to_memory().unwrap();
-    internals::table_sets(pair.index())[0].clone()
+    pair.index().table_sets()[0].clone()
 }
 
 criterion_group!(benches, open, pair, parts);

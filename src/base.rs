@@ -1,7 +1,7 @@
 //! Base bytes of a tensor, for encoding and applying.
 
 use crate::checkpoint::Checkpoint;
-use crate::error::Result;
+use tpde_core::error::Result;
 
 /// Base bytes of a tensor: the bytes of the base tensor, followed by zeros. Without a base tensor all bytes are 0 (section 8.2).
 #[derive(Clone, Copy)]

@@ -3,12 +3,12 @@
 #![forbid(unsafe_code)]
 
 use crate::checkpoint::Checkpoint;
-use crate::digest;
-use crate::error::Result;
 use crate::watch::Progress;
 use blake3::Hash;
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::digest;
+use tpde_core::error::Result;
 
 /// Size of a batch, in bytes of lanes. A batch has enough chunks to keep all threads busy, and few enough to bound memory.
 const BATCH_BYTES: u64 = 48 << 20;

@@ -2,11 +2,11 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Escaped, Result};
-use crate::format::DIGEST_SIZE;
-use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, Runs};
 use std::path::PathBuf;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::{Rectangle, Runs};
 
 /// Name, dtype and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,10 +2,10 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Conflict, Error, Rule};
 use crate::reader::PairPaths;
 use std::io;
 use std::path::Path;
+use tpde_core::error::{Conflict, Error, Rule};
 
 /// Advice for an error, which a program shows after the message. `None` if there is none beyond the message.
 ///

@@ -64,34 +64,21 @@ mod base;
 mod batches;
 mod chain;
 mod checkpoint;
-mod codec;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod cut;
-mod derived;
-mod digest;
-mod dispatch;
 mod encode;
-mod error;
-mod floats;
-mod format;
 mod hint;
-mod index;
 #[doc(hidden)]
 pub mod internals;
-mod lane;
-mod limits;
 mod merge;
 mod pair_files;
 mod publish;
 mod reader;
-mod rectangle;
 mod safetensors;
 mod slice;
 mod source;
-mod sums;
 mod watch;
-mod writer;
 
 // Doctests compile the Rust code in these documents. Another test checks that the list is complete.
 #[cfg(doctest)]
@@ -112,25 +99,26 @@ pub use apply::{
 };
 pub use chain::Chain;
 pub use checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
-pub use codec::{Codec, Layout, PayloadParts};
-pub use derived::{BaseForm, Derived};
 pub use encode::{
     CodecChoice, Encode, EncodeOptions, EncodeReport, Explain, Explanation, Favor, PartReport, Split, Streamed, TableSetReport,
     TensorExplanation, TensorReport, UnusedBase, UnusedCause, WayReport,
 };
-pub use error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, PartNotHeld, Result, Rule, UnknownName};
-pub use format::{BaseKind, FileKind, FormatVersion};
 pub use hint::hint;
-pub use index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
-pub use lane::Dtype;
-pub use limits::{Limits, OpenOptions};
 pub use merge::{Merge, MergeReport};
 pub use publish::{OutputFile, Temporaries, TemporaryFolder};
 pub use reader::{Pair, PairPaths, PayloadDigests, VerifyReport};
-pub use rectangle::Rectangle;
 pub use safetensors::{SafetensorsCheckpoint, check_neighbours};
 pub use slice::{FusedSlices, Slice, SliceCheckpoint, SliceMut};
+pub use source::FileSource;
 #[cfg(feature = "mmap")]
 pub use source::MappedSource;
-pub use source::{Buffer, FileSource, Source};
+pub use tpde_core::codec::{Codec, Layout, PayloadParts};
+pub use tpde_core::derived::{BaseForm, Derived};
+pub use tpde_core::error::{Conflict, Error, Escaped, Invalid, Location, NotMergeable, PartNotHeld, Result, Rule, UnknownName};
+pub use tpde_core::format::{BaseKind, FileKind, FormatVersion};
+pub use tpde_core::index::{Chunk, IndexParts, Part, TargetFile, Tensor, ValidatedIndex};
+pub use tpde_core::lane::Dtype;
+pub use tpde_core::limits::{Limits, OpenOptions};
+pub use tpde_core::rectangle::Rectangle;
+pub use tpde_core::source::{Buffer, Source};
 pub use watch::Watch;

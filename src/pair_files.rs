@@ -2,15 +2,15 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::{Error, Result};
 use crate::publish::{Publication, check_apart};
 use crate::reader::{PairPaths, check_pair_name};
 use crate::watch::Progress;
-use crate::writer::Finished;
 use std::fs::File;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tpde_core::error::{Error, Result};
+use tpde_core::writer::Finished;
 
 /// Capacity of the buffer in front of the blob. Larger payloads are written without a copy.
 const WRITE_BUFFER: usize = 256 << 10;

@@ -1,21 +1,20 @@
 //! A pair opened for reading (spec section 11; section 13, steps 7 and 10).
 
-use crate::digest;
-use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::format::{
-    BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, DIGEST_SIZE, PAYLOAD_ALIGN, VERSION_MAJOR,
-};
-use crate::index::ValidatedIndex;
-use crate::limits::OpenOptions;
 use crate::publish;
-use crate::source::{FileSource, Source};
+use crate::source::FileSource;
 use crate::watch::Watch;
-use binrw::BinRead;
 use rayon::prelude::*;
 use serde::Serialize;
-use std::io::Cursor;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use tpde_core::blob::{check_header, check_payload, stored_size};
+use tpde_core::digest;
+use tpde_core::error::{Error, Escaped, Result, Rule};
+use tpde_core::format::{BLOB_HEADER_SIZE, ChunkMetadata, DIGEST_SIZE, INDEX_HEADER_SIZE};
+use tpde_core::index::ValidatedIndex;
+use tpde_core::limits::OpenOptions;
+use tpde_core::source::Source;
+use tpde_core::writer::Finished;
 
 /// Paths of the two files of a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,9 +106,22 @@ impl Pair<FileSource> {
     }
 
     fn open_once(paths: &PairPaths, options: &OpenOptions) -> Result<Self> {
-        let index = ValidatedIndex::read(&FileSource::open(&paths.index)?, options)?;
+        let index = read_index(&FileSource::open(&paths.index)?, options)?;
         let pair = Self::new(index, FileSource::open(&paths.blob)?)?;
         Ok(Self { paths: Some(paths.clone()), ..pair })
+    }
+}
+
+impl TryFrom<Finished<Vec<u8>>> for Pair<Vec<u8>> {
+    type Error = Error;
+
+    /// Opens a pair that was built in memory.
+    ///
+    /// # Errors
+    /// The errors of [`Pair::new`].
+    fn try_from(finished: Finished<Vec<u8>>) -> Result<Self> {
+        let (index, blob) = finished.into_parts();
+        Self::new(index, blob)
     }
 }
 
@@ -119,29 +131,9 @@ impl<B: Source> Pair<B> {
     /// # Errors
     /// [`Error::Invalid`] with a `blob` rule if the blob is damaged, truncated, or belongs to another pair.
     pub fn new(index: ValidatedIndex, blob: B) -> Result<Self> {
-        let size = index.header().blob_size;
         let mut scratch = Vec::new();
-        if blob.size() < u64::from(BLOB_HEADER_SIZE) {
-            return Err(Rule::BlobBlobSize.broken(size, blob.size()));
-        }
-        let bytes = blob.bytes(0, BLOB_HEADER_SIZE as usize, &mut scratch)?;
-        // Check the magic before the size, so that a file that is not a blob is reported as such.
-        Rule::BlobMagic.check(bytes[..8] == BLOB_MAGIC, hex(&BLOB_MAGIC), hex(&bytes[..8]))?;
-        Rule::BlobBlobSize.check_eq(size, blob.size())?;
-        let header = BlobHeader::read(&mut Cursor::new(bytes)).map_err(|e| Rule::BlobBlobSize.broken("a header", e))?;
-        Rule::BlobVersionMajor.check_eq(VERSION_MAJOR, header.version_major)?;
-        Rule::BlobHeaderSize.check_eq(BLOB_HEADER_SIZE, header.header_size)?;
-        let crc = crc32fast::hash(&bytes[..BLOB_HEADER_CRC_SPAN]);
-        Rule::BlobCrc32.check(
-            crc == header.header_crc32,
-            format_args!("{:08x}", header.header_crc32),
-            format_args!("{crc:08x}"),
-        )?;
-        Rule::BlobReserved.check_eq(0, header.reserved)?;
-        Rule::BlobVersionMinor.check_eq(index.header().version_minor, header.version_minor)?;
-        Rule::BlobBlobSize.check_eq(size, header.blob_size)?;
-        let own = index.pair_digest();
-        Rule::BlobPairDigest.check(*own == header.pair_digest, hex(own), hex(&header.pair_digest))?;
+        let size = blob.size().min(BLOB_HEADER_SIZE.into()) as usize;
+        check_header(&index, blob.bytes(0, size, &mut scratch)?, blob.size())?;
         Ok(Self { index, blob, paths: None, formed_list: OnceLock::new() })
     }
 
@@ -292,6 +284,20 @@ impl<B: Source> Pair<B> {
     }
 }
 
+/// Reads an index file. Checks the header first, so an invalid file is refused before all of it is read, unless a pair digest is
+/// expected.
+fn read_index(file: &FileSource, options: &OpenOptions) -> Result<ValidatedIndex> {
+    let limits = &options.limits;
+    if options.expect.is_none() {
+        let mut head = [0; INDEX_HEADER_SIZE as usize];
+        let head = &mut head[..file.size().min(INDEX_HEADER_SIZE.into()) as usize];
+        file.read(0, head)?;
+        ValidatedIndex::check_header(head, file.size(), limits)?;
+    }
+    // The header is parsed again, because the file may have changed.
+    ValidatedIndex::parse_with(file.read_all("size of the index", limits.index_size)?, options)
+}
+
 /// The payload of a record, after checking its CRC, its digest if one is known, and its padding.
 pub(crate) fn checked_payload<'a>(
     blob: &'a (impl Source + ?Sized),
@@ -302,30 +308,6 @@ pub(crate) fn checked_payload<'a>(
 ) -> Result<&'a [u8]> {
     let stored = blob.bytes(record.blob_offset.get(), stored_size(record), scratch)?;
     check_payload(stored, record, digest, chunk)
-}
-
-/// Size in bytes that a payload takes in the blob, with padding.
-pub(crate) fn stored_size(record: &ChunkMetadata) -> usize {
-    (record.compressed_size.get() as usize).next_multiple_of(PAYLOAD_ALIGN as usize)
-}
-
-/// [`checked_payload`] for bytes that were read before. `stored` has the payload and its padding.
-pub(crate) fn check_payload<'a>(
-    stored: &'a [u8],
-    record: &ChunkMetadata,
-    digest: Option<&[u8; DIGEST_SIZE]>,
-    chunk: u32,
-) -> Result<&'a [u8]> {
-    let (payload, padding) = stored.split_at(record.compressed_size.get() as usize);
-    let (expected, found) = (record.crc32.get(), crc32fast::hash(payload));
-    let at = |e: Error| e.in_chunk(chunk);
-    Rule::PayloadCrc32.check(expected == found, format_args!("{expected:08x}"), format_args!("{found:08x}")).map_err(at)?;
-    if let Some(expected) = digest {
-        let found = digest::of_payload(payload);
-        Rule::PayloadDigest.check(*expected == found, hex(expected), hex(&found)).map_err(at)?;
-    }
-    Rule::PayloadPadding.check(padding.iter().all(|&b| b == 0), "zeros after the payload", "other bytes").map_err(at)?;
-    Ok(payload)
 }
 
 /// The extent of a verification that found no error.

@@ -1,74 +1,17 @@
-//! Sources of bytes: memory, files read in ranges, and optionally mapped files.
+//! Files as sources of bytes: read in ranges, and optionally mapped.
 
-use crate::error::{Error, Result};
 use std::collections::VecDeque;
 use std::fs::{File, Metadata};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
+use tpde_core::error::{Error, Result};
+#[cfg(feature = "mmap")]
+use tpde_core::source::slice;
+use tpde_core::source::{Buffer, Source};
 
 /// Two writes to a file within this time may leave the same time stamps. It is two ticks of the slowest common kernel timer.
 const GRANULARITY: Duration = Duration::from_millis(20);
-
-/// Bytes that can be read at any offset, by many threads at once.
-pub trait Source: Sync {
-    /// Size of the source in bytes.
-    fn size(&self) -> u64;
-
-    /// Fills `out` with bytes from `offset` on.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if a file cannot be read or is too short; [`Error::InvalidArgument`] if memory is too short.
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()>;
-
-    /// `size` bytes from `offset` on: borrowed if the source supports that, else read into `scratch`.
-    ///
-    /// # Errors
-    /// The errors of [`Source::read`].
-    fn bytes<'a>(&'a self, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
-        if scratch.len() < size {
-            scratch.resize(size, 0);
-        }
-        let out = &mut scratch[..size];
-        self.read(offset, out)?;
-        Ok(out)
-    }
-
-    /// All bytes, if they are in memory that cannot change while the source is borrowed. A caller that reads such bytes twice need
-    /// not copy them.
-    fn in_memory(&self) -> Option<&[u8]> {
-        None
-    }
-}
-
-pub(crate) fn slice(bytes: &[u8], offset: u64, size: usize) -> Result<&[u8]> {
-    let range = usize::try_from(offset).ok().and_then(|start| Some(start..start.checked_add(size)?));
-    range
-        .and_then(|range| bytes.get(range))
-        .ok_or_else(|| Error::InvalidArgument(format!("{size} bytes from byte {offset} on are not within {} bytes", bytes.len())))
-}
-
-macro_rules! in_memory {
-    ($($type:ty),+) => {$(
-        impl Source for $type {
-            fn size(&self) -> u64 {
-                self.len() as u64
-            }
-            fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-                out.copy_from_slice(slice(self, offset, out.len())?);
-                Ok(())
-            }
-            fn bytes<'a>(&'a self, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
-                slice(self, offset, size)
-            }
-            fn in_memory(&self) -> Option<&[u8]> {
-                Some(self)
-            }
-        }
-    )+};
-}
-
-in_memory!(&[u8], Vec<u8>);
 
 /// Identifies a file and its content. A write changes the times; a replacement changes the inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -246,65 +189,54 @@ impl FileSource {
             return Err(Error::Limit { what, limit, found: size });
         }
         let error = |e| Error::io("read", &self.path, e);
-        let mut buffer = Buffer::zeroed(size as usize).map_err(error)?;
+        let mut buffer = Zeroed::new(size as usize).map_err(error)?;
         self.read(0, buffer.as_mut())?;
         if self.with_file(|file| file.read_at(&mut [0], size).map_err(error))? > 0 {
             return Err(error(std::io::Error::other("it grew while it was being read")));
         }
-        Ok(buffer)
+        Ok(buffer.into())
     }
 }
 
-/// Owned bytes in memory.
-#[derive(Debug)]
-pub struct Buffer(Memory);
-
-#[derive(Debug)]
-enum Memory {
+/// Zeroed memory for the bytes of a file.
+enum Zeroed {
     Heap(Vec<u8>),
     /// Anonymous memory in large pages. With small pages, allocating memory for a million records takes as long as validating them.
     #[cfg(all(feature = "mmap", target_os = "linux"))]
     LargePages(memmap2::MmapMut),
 }
 
-impl Buffer {
-    fn zeroed(size: usize) -> std::io::Result<Self> {
+impl Zeroed {
+    fn new(size: usize) -> std::io::Result<Self> {
         #[cfg(all(feature = "mmap", target_os = "linux"))]
         if size >= 4 << 20 {
             let map = memmap2::MmapMut::map_anon(size)?;
             // This is only a hint, so failure is ignored: small pages only make allocation slower.
             let _ = map.advise(memmap2::Advice::HugePage);
-            return Ok(Self(Memory::LargePages(map)));
+            return Ok(Self::LargePages(map));
         }
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(size).map_err(|_| std::io::Error::from(std::io::ErrorKind::OutOfMemory))?;
         bytes.resize(size, 0);
-        Ok(bytes.into())
+        Ok(Self::Heap(bytes))
     }
 
     fn as_mut(&mut self) -> &mut [u8] {
-        match &mut self.0 {
-            Memory::Heap(bytes) => bytes,
+        match self {
+            Self::Heap(bytes) => bytes,
             #[cfg(all(feature = "mmap", target_os = "linux"))]
-            Memory::LargePages(map) => map,
+            Self::LargePages(map) => map,
         }
     }
 }
 
-impl From<Vec<u8>> for Buffer {
-    fn from(bytes: Vec<u8>) -> Self {
-        Self(Memory::Heap(bytes))
-    }
-}
-
-impl std::ops::Deref for Buffer {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match &self.0 {
-            Memory::Heap(bytes) => bytes,
+impl From<Zeroed> for Buffer {
+    fn from(memory: Zeroed) -> Self {
+        match memory {
+            Zeroed::Heap(bytes) => bytes.into(),
+            // SAFETY: only this process has the memory, and nothing can write to it once it is in the buffer.
             #[cfg(all(feature = "mmap", target_os = "linux"))]
-            Memory::LargePages(map) => map,
+            Zeroed::LargePages(map) => unsafe { Buffer::new(map) },
         }
     }
 }

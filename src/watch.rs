@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::error::Result;
+use tpde_core::error::Result;
 
 /// Receives progress from any thread and can stop the work. A closure `Fn(u64)` receives the number of bytes and cannot stop it.
 pub trait Watch: Sync {

@@ -7,8 +7,10 @@ use common::place::*;
 use common::*;
 use std::fs::{self, File};
 use std::path::Path;
-use tpde::internals::{self, Encoded, FileSpec, PairBuilder, TensorSpec};
-use tpde::{BaseKind, Checkpoint, Codec, Dtype, EncodeOptions, Error, FileKind, TensorInfo};
+use tpde::internals;
+use tpde::{BaseKind, Checkpoint, Codec, Dtype, EncodeOptions, Error, FileKind, Pair, TensorInfo};
+use tpde_core::codec::Encoded;
+use tpde_core::writer::{FileSpec, PairBuilder, TensorSpec};
 
 /// Writes a pair of unchanged tensors with these names and shapes. The pair is tiny for any shapes.
 fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
@@ -33,7 +35,7 @@ fn write_pair(path: &Path, tensors: impl Iterator<Item = (String, Vec<u64>)>) {
         }
         builder.end_tensor(Some(blake3::hash(b"")), blake3::hash(b""));
     }
-    let pair = builder.finish().unwrap().into_pair().unwrap();
+    let pair = Pair::try_from(builder.finish().unwrap()).unwrap();
     fs::write(path.with_extension("tpde-index"), pair.index().as_bytes()).unwrap();
     fs::write(path.with_extension("tpde-blob"), pair.blob()).unwrap();
 }

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::{Corpus, fuzz_target};
-use tpde::internals::fuzzing::Decoders;
+use tpde_core::codec::fuzzing::Decoders;
 use tpde_fuzz::{Chunk, Conditioned};
 
 fuzz_target!(init: eprintln!("compared: {}", Decoders::names().join(", ")), |chunk: Chunk<'_>| -> Corpus {

@@ -6,7 +6,7 @@
 
 use arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;
-use tpde::internals::fuzzing::{check_lookup, parse_tables, tables_to_bytes};
+use tpde_core::codec::fuzzing::{check_lookup, parse_tables, tables_to_bytes};
 use tpde_fuzz::tables;
 
 fuzz_target!(|data: &[u8]| {

@@ -5,7 +5,6 @@
 
 use arbitrary::{Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
-use tpde::internals;
 use tpde::{BaseKind, Codec, Tensor, TensorReport, ValidatedIndex};
 use tpde_fuzz::mutation::Program;
 use tpde_fuzz::{LIMITS, repair_digests, repair_layout};
@@ -48,8 +47,8 @@ fn check_part(index: &ValidatedIndex, tensor: &Tensor<'_>) {
 }
 
 fn check(index: &ValidatedIndex) {
-    let (records, header) = (internals::records(index), internals::header(index));
-    assert_eq!((records.len(), internals::sums(index).len()), (header.chunk_count as usize, header.chunk_count as usize));
+    let (records, header) = (index.records(), index.header());
+    assert_eq!((records.len(), index.sums().len()), (header.chunk_count as usize, header.chunk_count as usize));
     assert_eq!(index.tensor_count(), header.tensor_count as usize);
     let mut before: Option<&str> = None;
     let (mut next_chunk, mut next_byte) = (0, 64);
@@ -65,8 +64,8 @@ fn check(index: &ValidatedIndex) {
         assert!(tensor.bytes() < 1 << 60 && tensor.base_bytes() < 1 << 60);
         assert_eq!(tensor.base_shape().is_none(), tensor.base_kind == BaseKind::None);
         assert!(
-            internals::tables(&tensor)
-                .is_none_or(|tables| tensor.codec == Codec::Conditioned && internals::table_sets(index).contains(tables))
+            tensor.tables
+                .is_none_or(|tables| tensor.codec == Codec::Conditioned && index.table_sets().contains(tables))
         );
 
         assert_eq!(tensor.chunks().start, next_chunk);
@@ -94,8 +93,8 @@ fn check(index: &ValidatedIndex) {
     }
     assert_eq!((next_chunk, next_byte), (header.chunk_count, header.blob_size));
     let _ = index.tensor_bytes();
-    assert!(internals::table_sets(index).len() <= index.tensor_count());
-    for class in internals::table_sets(index).iter().flat_map(|set| set.classes()) {
+    assert!(index.table_sets().len() <= index.tensor_count());
+    for class in index.table_sets().iter().flat_map(|set| set.classes()) {
         assert_eq!(class.iter().map(|&frequency| u32::from(frequency)).sum::<u32>(), 4096);
     }
 

@@ -2,7 +2,7 @@
 
 use crate::base_lanes;
 use arbitrary::Arbitrary;
-use tpde::internals::{cast_lanes, scale_lanes, scale_nibbles};
+use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
 use tpde::{Dtype, TensorInfo};
 
 /// What the base of a tensor is made of.

@@ -16,9 +16,10 @@ pub use sign::*;
 use arbitrary::Unstructured;
 use std::cell::RefCell;
 use std::sync::{LazyLock, OnceLock};
-use tpde::internals::fuzzing::model::{self, Shape};
-use tpde::internals::fuzzing::{self, Decoders};
-use tpde::internals::{ChunkDecoder, Encoded, EncodedChunk, TableSet, chunk_sum};
+use tpde_core::codec::fuzzing::model::{self, Shape};
+use tpde_core::codec::fuzzing::{self, Decoders};
+use tpde_core::codec::{ChunkDecoder, Encoded, EncodedChunk, TableSet};
+use tpde_core::sums::chunk_sum;
 use tpde::{Codec, Dtype, Limits, Result, Rule, TensorInfo, ValidatedIndex};
 
 /// Small limits, so that no input is slow.

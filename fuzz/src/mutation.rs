@@ -4,10 +4,9 @@ use crate::parts::{ChunkPart, Parts, TensorPart};
 use crate::seeds::SEEDS;
 use crate::{MOST_BYTES, count_changed, frame, repair_blob_header, repair_digests, tables};
 use arbitrary::{Arbitrary, Unstructured};
-use tpde::internals::fuzzing::model::{self, Shape};
-use tpde::internals::{
-    ChunkEncoder, Coding, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, PART_FIRST, PART_FURTHER, PART_WHOLE, VERSION_MINOR,
-};
+use tpde_core::codec::fuzzing::model::{self, Shape};
+use tpde_core::codec::{ChunkEncoder, Coding};
+use tpde_core::format::{FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, PART_FIRST, PART_FURTHER, PART_WHOLE, VERSION_MINOR};
 use tpde::{Codec, Layout};
 
 /// Least number that [`Mutation::Part`] never sets. Tensors of the seeds have smaller dims.
@@ -288,7 +287,7 @@ impl Mutation {
             Mutation::TableSet(place, bytes) => {
                 let tensor = pick(&mut parts.tensors, place.0)?;
                 let set = tables(&mut Unstructured::new(bytes)).ok()?;
-                tensor.set = tpde::internals::fuzzing::parse_tables(&set).ok();
+                tensor.set = tpde_core::codec::fuzzing::parse_tables(&set).ok();
                 tensor.tables = [&[0, 0], &set[..]].concat();
             }
             Mutation::Record(place, field, number) => {

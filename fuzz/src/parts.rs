@@ -3,8 +3,9 @@
 use super::sign::{chunk_bytes, lanes_of_base, repair_layout, repair_pair};
 use binrw::{BinRead, BinWrite};
 use std::io::Cursor;
-use tpde::internals::{self, DerivedParam, FileEntry, IndexHeader, PART_FIRST, PART_FURTHER, Section, TableSet, TensorEntry};
 use tpde::{BaseKind, Dtype, TensorInfo, ValidatedIndex};
+use tpde_core::codec::TableSet;
+use tpde_core::format::{DerivedParam, FileEntry, IndexHeader, PART_FIRST, PART_FURTHER, Section, TensorEntry};
 
 #[derive(Debug, Clone)]
 pub struct Parts {
@@ -70,7 +71,7 @@ pub struct FilePart {
 impl Parts {
     /// Splits a pair into parts. Base lanes of chunks are taken from `bases`.
     pub fn new<B: AsRef<[u8]>>(valid: &ValidatedIndex, blob: &[u8], bases: &[(TensorInfo, B)]) -> Self {
-        let (header, bytes) = (*internals::header(valid), valid.as_bytes());
+        let (header, bytes) = (*valid.header(), valid.as_bytes());
         let section = |section| {
             let entry = header.section(section);
             let stored = &bytes[entry.offset as usize..][..entry.stored_size as usize];
@@ -88,7 +89,7 @@ impl Parts {
             let mut lanes = lanes_of_base(&tensor, bases);
             lanes.resize(tensor.bytes() as usize, 0);
             let chunks = tensor.chunks().map(|chunk| {
-                let record = &internals::records(valid)[chunk as usize];
+                let record = &valid.records()[chunk as usize];
                 ChunkPart {
                     uncompressed_size: record.uncompressed_size.get(),
                     compressed_size: record.compressed_size.get(),
@@ -112,7 +113,7 @@ impl Parts {
                 tables: own.to_vec(),
                 digests: digests[64 + 32 * tensor.place..][..32].to_vec(),
                 chunks: chunks.collect(),
-                set: internals::tables(&tensor).cloned(),
+                set: tensor.tables.cloned(),
             }
         });
         let tensors = tensors.collect();
@@ -176,7 +177,7 @@ impl Parts {
             records.extend(chunk.output_offset.to_le_bytes());
             sums.extend(&chunk.sums);
         }
-        if self.header.has(internals::FEATURE_PAYLOAD_LIST) {
+        if self.header.has(tpde_core::format::FEATURE_PAYLOAD_LIST) {
             sums.resize(2 * sums.len(), 0);
         }
         let mut digests = self.roots.clone();

@@ -3,11 +3,14 @@
 //! Uses only the public interface of the library and its `internals`, because the integration tests share this file.
 
 use std::ops::Range;
-use tpde::internals::{
-    self, BLOB_HEADER_SIZE, BLOB_MAGIC, ChunkDecoder, Encoded, EncodedChunk, FEATURE_DERIVED, FEATURE_DIGESTS, FEATURE_PARTS,
-    FEATURE_PAYLOAD_LIST, INDEX_HEADER_CRC_SPAN, INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR, chunk_sum,
-};
+use tpde::internals;
 use tpde::{BaseKind, MemoryCheckpoint, Tensor, TensorInfo, ValidatedIndex};
+use tpde_core::codec::{ChunkDecoder, Encoded, EncodedChunk};
+use tpde_core::format::{
+    BLOB_HEADER_SIZE, BLOB_MAGIC, FEATURE_DERIVED, FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, INDEX_HEADER_CRC_SPAN,
+    INDEX_HEADER_SIZE, INDEX_MAGIC, PAIR_DIGEST_SIZE, VERSION_MAJOR,
+};
+use tpde_core::sums::chunk_sum;
 
 /// Maximum size in bytes of the tensors that a target works on.
 pub const MOST_BYTES: u64 = 1 << 18;
@@ -216,7 +219,7 @@ pub fn chunk_bytes(tensor: &Tensor<'_>, chunk: u32) -> Range<usize> {
 /// applying a hostile pair runs to the end. A payload that does not decode gets the target sum 0.
 pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], bases: &[(TensorInfo, B)]) -> Vec<u8> {
     let mut bytes = index.as_bytes().to_vec();
-    let sums_at = HEADER + 32 * internals::records(index).len();
+    let sums_at = HEADER + 32 * index.records().len();
     let digests_at = section(&bytes, 2).start;
     let (mut base_root, mut target_root) = (blake3::Hasher::new(), blake3::Hasher::new());
     let mut decoder = ChunkDecoder::new();
@@ -227,12 +230,12 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
         for chunk in tensor.chunks() {
             let lanes = &mut target[chunk_bytes(&tensor, chunk)];
             let base_sum = chunk_sum(lanes);
-            let record = &internals::records(index)[chunk as usize];
+            let record = &index.records()[chunk as usize];
             let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
-                let (codec, dtype, tables) = (tensor.codec, tensor.dtype, internals::tables(&tensor));
+                let (codec, dtype, tables) = (tensor.codec, tensor.dtype, tensor.tables);
                 let chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum };
                 let decoded = decoder.decode(&chunk, lanes, &mut |_, _| Ok(()));
                 target_sum = decoded.unwrap_or(0);

@@ -1,10 +1,10 @@
 //! The trait of decoders that run on a device instead of the CPU.
 
 use crate::checkpoint::Checkpoint;
-use crate::error::Result;
-use crate::index::ValidatedIndex;
 use crate::reader::PayloadDigests;
-use crate::source::Source;
+use tpde_core::error::Result;
+use tpde_core::index::ValidatedIndex;
+use tpde_core::source::Source;
 
 /// A decoder that runs on a device instead of the CPU. [`Apply::on`](crate::Apply::on) selects it.
 pub trait Accelerator: Sync {
@@ -20,8 +20,8 @@ pub trait Accelerator: Sync {
 }
 
 /// BLAKE3 hashes of a rebuilt tensor, and of its base lanes unless the base kind is
-/// [`BaseKind::None`](crate::format::BaseKind::None) or
-/// [`BaseKind::Prefix`](crate::format::BaseKind::Prefix).
+/// [`BaseKind::None`](tpde_core::format::BaseKind::None) or
+/// [`BaseKind::Prefix`](tpde_core::format::BaseKind::Prefix).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorHashes {
     /// The base tensor.

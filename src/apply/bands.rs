@@ -3,11 +3,11 @@
 //! The rows of a part that is cut by columns are short runs in the file of its tensor. One write for each of them would cost more
 //! than decoding.
 
-use crate::rectangle::Runs;
 use std::collections::BTreeMap;
 use std::io::Result;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tpde_core::rectangle::Runs;
 
 /// Size in bytes of a block of a tensor.
 const BLOCK: u64 = 1 << 20;

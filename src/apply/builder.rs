@@ -11,18 +11,18 @@ use super::slices;
 use super::slices_to_path::{self, GROUP_BYTES, Output};
 use super::to_path;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, MemoryCheckpoint, TensorInfo};
-use crate::error::{Error, Escaped, Result, Rule};
-use crate::format::BaseKind;
-use crate::index::Tensor;
 use crate::reader::{Pair, VerifyReport};
-use crate::rectangle::Rectangle;
 use crate::safetensors::{display_name, outputs, target_metadata};
 use crate::slice::{FusedSlices, Memories};
-use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use tpde_core::error::{Error, Escaped, Result, Rule};
+use tpde_core::format::BaseKind;
+use tpde_core::index::Tensor;
+use tpde_core::rectangle::Rectangle;
+use tpde_core::source::Source;
 
 static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 

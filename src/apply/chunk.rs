@@ -1,15 +1,15 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
 use crate::base::PaddedBase;
-use crate::codec::{ChunkDecoder, Codec, CopiedBase, Encoded, EncodedChunk};
-use crate::digest::{self, PieceHasher};
-use crate::error::{Error, Result, Rule};
-use crate::format::BaseKind;
-use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
-use crate::source::Source;
-use crate::sums::ChunkSum;
 use std::cell::Cell;
+use tpde_core::codec::{ChunkDecoder, Codec, CopiedBase, Encoded, EncodedChunk};
+use tpde_core::digest::{self, PieceHasher};
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::format::BaseKind;
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::source::Source;
+use tpde_core::sums::ChunkSum;
 
 /// Access to the chunks of a pair: the index and the payloads.
 pub(crate) trait Chunks: Sync {

@@ -3,10 +3,10 @@
 use crate::batches::hash_tensor;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
-use crate::digest::{Root, short};
-use crate::error::{Escaped, Result, Rule, hex};
-use crate::index::ValidatedIndex;
 use crate::watch::Progress;
+use tpde_core::digest::{Root, short};
+use tpde_core::error::{Escaped, Result, Rule, hex};
+use tpde_core::index::ValidatedIndex;
 
 /// Compares the names, dtypes, shapes and digests of a checkpoint's tensors with those of the target of a pair.
 ///

@@ -2,10 +2,10 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::cut::Formed;
-use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::format::DIGEST_SIZE;
-use crate::index::Tensor;
-use crate::lane::Dtype;
+use tpde_core::error::{Error, Escaped, Result, Rule, hex};
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::Tensor;
+use tpde_core::lane::Dtype;
 
 /// The error for an entry whose base has the digest `found`. `chunk` is the first chunk whose base sum differs, if the sums were
 /// compared before the digest.

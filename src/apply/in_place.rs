@@ -7,16 +7,16 @@ use super::run::{ApplyReport, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
-use crate::error::{Error, Escaped, Result};
-use crate::format::BaseKind;
-use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
-use crate::rectangle::{Rectangle, Runs};
-use crate::source::Source;
-use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::BaseKind;
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::source::Source;
+use tpde_core::sums::ChunkSum;
 
 /// The checks that an application in place makes before it writes.
 ///

@@ -1,14 +1,14 @@
 //! Payloads that are read twice and must not change between the reads.
 
 use super::chunk::Chunks;
-use crate::digest;
-use crate::error::{Error, Result};
-use crate::index::ValidatedIndex;
 use crate::reader::Pair;
-use crate::source::Source;
 use blake3::Hash;
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
+use tpde_core::digest;
+use tpde_core::error::{Error, Result};
+use tpde_core::index::ValidatedIndex;
+use tpde_core::source::Source;
 
 /// Maximum size, in bytes, of the payloads that [`InPlace::AllChecked`](super::InPlace::AllChecked) keeps in memory between its
 /// passes. For each further payload it keeps only the digest, and compares it when it reads the payload again.

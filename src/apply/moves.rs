@@ -1,6 +1,6 @@
 //! How far lanes move from base to target.
 
-use crate::lane::{Dtype, Lane, lanes_of};
+use tpde_core::lane::{Dtype, Lane, lanes_of};
 
 /// Number of lanes of a tensor by the distance between base and target lane. The result of
 /// [`Apply::moves`](crate::Apply::moves).

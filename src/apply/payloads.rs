@@ -1,12 +1,12 @@
 //! Compares the payloads of an application with the digests that the pair digest covers (spec section 7.2).
 
 use super::chunk::Chunks;
-use crate::digest;
-use crate::error::{Error, Result, Rule};
-use crate::format::DIGEST_SIZE;
-use crate::index::ValidatedIndex;
 use crate::reader::PayloadDigests;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::digest;
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::ValidatedIndex;
 
 /// The digest of a payload that was read, with its chunk.
 type Read = (u32, [u8; DIGEST_SIZE]);

@@ -5,12 +5,12 @@ use super::moves::Moves;
 use super::run::Run;
 use crate::base::PaddedBase;
 use crate::batches::{Pool, in_batches};
-use crate::error::{Error, Escaped, Result};
-use crate::index::Tensor;
-use crate::lane::with_lane;
-use crate::rectangle::{Rectangle, Runs};
-use crate::source::Source;
 use std::ops::Range;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::index::Tensor;
+use tpde_core::lane::with_lane;
+use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::source::Source;
 
 /// The changed elements of a tensor. The result of [`Apply::changes`](crate::Apply::changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -4,13 +4,13 @@ use super::chunk::{DecodeWorker, decode};
 use crate::base::PaddedBase;
 use crate::batches::Pool;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::{Error, Result};
-use crate::index::Tensor;
 use crate::reader::Pair;
-use crate::source::Source;
-use crate::sums::ChunkSum;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
+use tpde_core::error::{Error, Result};
+use tpde_core::index::Tensor;
+use tpde_core::source::Source;
+use tpde_core::sums::ChunkSum;
 
 /// Fills a buffer with base lanes of an entry, from a byte of the entry on. Returns the chunk sum of these lanes if it is known.
 pub(crate) type FillBase<'a> = &'a dyn Fn(&Tensor<'_>, u64, &mut [u8]) -> Result<Option<u64>>;

@@ -8,12 +8,7 @@ use crate::base::PaddedBase;
 use crate::batches::{Pool, hash_tensor, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
-use crate::digest::{self, short};
-use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::format::BaseKind;
-use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
-use crate::source::Source;
 use crate::watch::{NoProgress, Progress};
 use blake3::Hash;
 use rayon::prelude::*;
@@ -21,6 +16,11 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::digest::{self, short};
+use tpde_core::error::{Error, Escaped, Result, Rule, hex};
+use tpde_core::format::BaseKind;
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::source::Source;
 
 /// Receives rebuilt bytes. Calls come from any thread; their byte ranges never overlap.
 pub trait Sink: Sync {

@@ -9,18 +9,18 @@ use crate::base::PaddedBase;
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Piece};
-use crate::error::{Error, Escaped, List, Result};
-use crate::format::BaseKind;
-use crate::index::Tensor;
 use crate::reader::Pair;
-use crate::rectangle::Runs;
 use crate::slice::{Held, Memories, Slice, SliceCheckpoint, SliceLayout, check_disjoint};
-use crate::source::Source;
-use crate::sums::ChunkSum;
 use crate::watch::{NoProgress, Progress};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError, RwLock};
+use tpde_core::error::{Error, Escaped, List, Result};
+use tpde_core::format::BaseKind;
+use tpde_core::index::Tensor;
+use tpde_core::rectangle::Runs;
+use tpde_core::source::Source;
+use tpde_core::sums::ChunkSum;
 
 /// An entry of the pair that has elements of slices.
 struct Touched<'a> {

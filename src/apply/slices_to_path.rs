@@ -2,11 +2,8 @@
 
 use super::run::ApplyReport;
 use crate::checkpoint::TensorInfo;
-use crate::error::{Error, Escaped, Result};
-use crate::index::ValidatedIndex;
 use crate::publish::{check_apart, reserve};
 use crate::reader::PayloadDigests;
-use crate::rectangle::Rectangle;
 use crate::safetensors::{Neighbours, compose};
 use crate::slice::{SliceLayout, SliceMut};
 use crate::watch::Progress;
@@ -14,6 +11,9 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::index::ValidatedIndex;
+use tpde_core::rectangle::Rectangle;
 
 /// The default of [`Output::group_bytes`].
 pub(super) const GROUP_BYTES: u64 = 256 << 20;

@@ -3,15 +3,15 @@
 use super::bands::{Bands, Target, are_short};
 use super::run::{ApplyReport, Run, Sink};
 use crate::checkpoint::CheckpointFiles;
-use crate::error::{Error, Result};
-use crate::index::{Tensor, ValidatedIndex};
 use crate::publish::{Publication, check_apart, reserve};
-use crate::rectangle::Runs;
 use crate::safetensors::{Location, Locations, Neighbours, Output, outputs};
-use crate::source::Source;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Result};
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::rectangle::Runs;
+use tpde_core::source::Source;
 
 struct Files<'a> {
     paths: Vec<PathBuf>,

@@ -4,13 +4,13 @@ use super::accelerator::Accelerator;
 use super::builder::Apply;
 use super::compare::check_target;
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result, Rule};
-use crate::format::BaseKind;
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
 use crate::safetensors::{check_target_files, outputs};
-use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
 use serde::Serialize;
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::format::BaseKind;
+use tpde_core::source::Source;
 
 /// Checks a pair, and optionally whether it matches a base and a target.
 ///

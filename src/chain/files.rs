@@ -2,12 +2,12 @@
 
 use super::view::Chain;
 use crate::checkpoint::CheckpointFiles;
-use crate::digest;
-use crate::error::{Error, Result, Rule, hex};
-use crate::format::DIGEST_SIZE;
-use crate::index::{TargetFile, ValidatedIndex};
 use crate::safetensors::outputs;
-use crate::source::Source;
+use tpde_core::digest;
+use tpde_core::error::{Error, Result, Rule, hex};
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::{TargetFile, ValidatedIndex};
+use tpde_core::source::Source;
 
 impl<B: Source> CheckpointFiles for Chain<'_, B> {
     fn names(&self) -> Vec<(String, bool)> {

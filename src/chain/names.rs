@@ -2,10 +2,10 @@
 
 use super::step::Step;
 use crate::checkpoint::Checkpoint;
-use crate::format::BaseKind;
-use crate::rectangle::{Rectangle, part_fault};
-use crate::source::Source;
 use std::collections::BTreeMap;
+use tpde_core::format::BaseKind;
+use tpde_core::rectangle::{Rectangle, part_fault};
+use tpde_core::source::Source;
 
 /// A tensor of the last version, and the base tensor that it derives from.
 pub(super) struct Derived<'a> {

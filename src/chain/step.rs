@@ -3,15 +3,15 @@
 use crate::apply::{Rebuilder, find_base, wrong_base};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::Formed;
-use crate::error::{Escaped, Result, Rule};
-use crate::format::DIGEST_SIZE;
-use crate::index::{Part, Tensor};
 use crate::reader::Pair;
-use crate::rectangle::Runs;
-use crate::source::Source;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Mutex;
+use tpde_core::error::{Escaped, Result, Rule};
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::{Part, Tensor};
+use tpde_core::rectangle::Runs;
+use tpde_core::source::Source;
 
 /// The source of an entry's base lanes.
 #[derive(Debug, Clone, Copy)]

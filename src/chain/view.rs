@@ -6,18 +6,18 @@ use crate::apply::wrong_base;
 use crate::batches::hash_tensor;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, ReadDigest, TensorInfo};
 use crate::cut::read_runs;
-use crate::digest::{PieceHasher, short};
-use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::format::DIGEST_SIZE;
-use crate::index::Tensor;
-#[cfg(feature = "cuda")]
-use crate::index::ValidatedIndex;
 use crate::reader::Pair;
-use crate::rectangle::{Rectangle, Runs};
-use crate::source::Source;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::PoisonError;
+use tpde_core::digest::{PieceHasher, short};
+use tpde_core::error::{Error, Escaped, Result, Rule, hex};
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::Tensor;
+#[cfg(feature = "cuda")]
+use tpde_core::index::ValidatedIndex;
+use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::source::Source;
 
 /// Size of the chunks of the last version that are kept, if they are not read as a whole. So an encoder that samples the chunks
 /// of a small checkpoint does not rebuild them twice.

@@ -1,6 +1,6 @@
 //! The Rust side of `kernels/common/format.cuh`: structs of a launch, modes and status words.
 
-use crate::error::Rule;
+use tpde_core::error::Rule;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// The source of the header. Its numeric constants are parsed from it at compile time.
@@ -312,12 +312,12 @@ const fn is_at(text: &[u8], at: usize, part: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::Codec;
-    use crate::derived::BaseForm;
-    use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
-    use crate::lane::Dtype;
     use std::collections::BTreeMap;
     use std::mem::offset_of;
+    use tpde_core::codec::Codec;
+    use tpde_core::derived::BaseForm;
+    use tpde_core::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
+    use tpde_core::lane::Dtype;
 
     /// The header of the specification, which has the layouts of the index.
     const HEADER: &str = include_str!("../../spec/tpde.h");

@@ -11,11 +11,11 @@ use super::rows::Rows;
 use super::runtime::device::Device;
 use super::runtime::memory::DeviceSlice;
 use crate::apply::{Accelerator, TensorHashes, Work};
-use crate::error::Result;
-use crate::format::DIGEST_SIZE;
-use crate::index::Tensor;
 use crate::reader::PayloadDigests;
 use rayon::prelude::*;
+use tpde_core::error::Result;
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::Tensor;
 
 /// Maximum size of the bases and outputs of a batch, in bytes. A larger tensor is a batch of its own.
 const BATCH_BYTES: u64 = 2 << 30;

@@ -10,9 +10,9 @@ use super::runtime::memory::DeviceSlice;
 use super::runtime::stream::Stream;
 use super::slices::TensorSlice;
 use crate::apply::InPlace;
-use crate::error::{Error, Escaped, Result};
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
+use tpde_core::error::{Error, Escaped, Result};
 
 /// Default size of the memory in which steps are checked, in bytes.
 const SCRATCH_BYTES: u64 = 128 << 20;

@@ -6,14 +6,14 @@ use super::runtime::memory::{DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Event;
 use super::slices::TensorSlice;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::{Error, Escaped, PartNotHeld, Result};
-use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
 use crate::slice::{HeldSlices, NewSlice};
 use crate::watch::Watch;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
+use tpde_core::error::{Error, Escaped, PartNotHeld, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
 
 /// Most bytes of one copy that also reads gaps between rows.
 const MAX_COPY: usize = 4 << 20;
@@ -200,7 +200,7 @@ impl DeviceCheckpoint {
             }
             None => {
                 let held = slices.iter().filter_map(|held| held.rectangle.intersection(rectangle)).collect();
-                let part = PartNotHeld { checkpoint: what, tensor: name.clone(), part: rectangle.clone(), held };
+                let part = PartNotHeld::new(what, name.clone(), rectangle.clone(), held);
                 Err(Error::PartNotHeld(Box::new(part)))
             }
         }

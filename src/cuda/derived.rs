@@ -2,9 +2,9 @@
 
 use super::abi::{ENDLESS_ROW, TensorForm};
 use super::rows::Rows;
-use crate::derived::{BaseForm, Derived, MXFP4_BLOCK_BYTES};
-use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
+use tpde_core::derived::{BaseForm, Derived, MXFP4_BLOCK_BYTES};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
 
 /// What a derived base is formed from: for a part, rectangles of the base tensor and of the tensor of scales.
 #[derive(Debug, Clone)]
@@ -33,7 +33,7 @@ impl SourceTensor {
 
 impl DerivedOnDevice {
     pub fn new(derived: Derived<'_>, shape: &[u64], part: &Rectangle) -> Self {
-        let source = |dtype, shape, origin, extent| SourceTensor { dtype, shape, rectangle: Rectangle { origin, extent } };
+        let source = |dtype, shape, origin, extent| SourceTensor { dtype, shape, rectangle: Rectangle::new(origin, extent) };
         let dim = |from_end: usize| part.extent.iter().rev().nth(from_end).map_or(1, |&length| length.max(1));
         let form = TensorForm {
             columns: dim(0),

@@ -8,9 +8,9 @@ use super::runtime::inner::Inner;
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Stream;
-use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
+use tpde_core::error::{Error, Result};
 use zerocopy::{Immutable, IntoBytes};
 
 /// Size of a piece, which a warp hashes, in bytes.

@@ -8,14 +8,14 @@ use super::runtime::kernels::{Decoder, Variant};
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use super::runtime::staging::SLOT_BYTES;
-use crate::codec::{Codec, TableSet};
-use crate::error::{Error, Result};
-use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, PAYLOAD_ALIGN, TensorDigests};
-use crate::index::{Tensor, ValidatedIndex};
-use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
+use tpde_core::codec::{Codec, TableSet};
+use tpde_core::error::{Error, Result};
+use tpde_core::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, PAYLOAD_ALIGN, TensorDigests};
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
 use zerocopy::IntoBytes;
 
 /// A validated index on a device, in the form that kernels need. Clones share it.

@@ -2,10 +2,10 @@
 
 use super::runtime::driver::{Entered, RawStream};
 use super::runtime::kernels::FrameKernels;
-use crate::error::{Error, Result};
 use std::ffi::{OsStr, c_void};
 use std::fmt;
 use std::sync::Arc;
+use tpde_core::error::{Error, Result};
 
 /// File name of the library. This module uses the interface of version 6.
 const NAME: &str = "libnvcomp.so.6";

@@ -13,14 +13,14 @@ use super::slices::TensorSlice;
 use crate::apply::InPlace;
 use crate::chain::Chain;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::{Error, Result};
-use crate::format::BaseKind;
-use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
-use crate::rectangle::Rectangle;
-use crate::source::Source;
 use crate::watch::{Watch, Watcher, progress_methods};
 use std::collections::VecDeque;
+use tpde_core::error::{Error, Result};
+use tpde_core::format::BaseKind;
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::rectangle::Rectangle;
+use tpde_core::source::Source;
 
 /// Alignment of tensors in device memory, in bytes.
 const ALIGN: u64 = 256;

@@ -5,13 +5,13 @@ use super::index::{DeviceIndex, TensorOnDevice};
 use super::plan::binding::Binding;
 use super::rows::Rows;
 use super::runtime::memory::DeviceSlice;
-use crate::error::{Error, Escaped, Result};
-use crate::format::BaseKind;
-use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, first_gap};
 use crate::slice::SliceLayout;
 use std::collections::HashMap;
 use std::fmt;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::BaseKind;
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::{Rectangle, first_gap};
 
 /// Device memory that holds a rectangle of a tensor: the counterpart of [`SliceMut`](crate::SliceMut) and
 /// [`Slice`](crate::Slice), for memory of this crate or of another library.
@@ -238,8 +238,8 @@ fn not_held(tensor: &TensorOnDevice, what: &str, slice: &TensorSlice<'_>) -> Err
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rectangle::Runs;
     use proptest::prelude::*;
+    use tpde_core::rectangle::Runs;
 
     /// A shape; and for each dimension the range of a slice, and a range within it.
     fn slices() -> impl Strategy<Value = (Vec<u64>, Rectangle, Rectangle)> {

@@ -2,12 +2,12 @@
 
 use super::runs::{Region, read_runs};
 use crate::checkpoint::Checkpoint;
-use crate::derived::{BaseForm, FP8_BLOCK, MXFP4_BLOCK, MXFP4_BLOCK_BYTES};
-use crate::error::{Error, Result};
-use crate::floats::{cast_lanes, scale_lanes, scale_nibbles};
-use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, Runs};
 use std::ops::Range;
+use tpde_core::derived::{BaseForm, FP8_BLOCK, MXFP4_BLOCK, MXFP4_BLOCK_BYTES};
+use tpde_core::error::{Error, Result};
+use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::{Rectangle, Runs};
 
 /// Maximum number of lanes that are formed from one read of the base. The bytes that were read then stay in the second-level cache.
 const BLOCK_LANES: usize = 1 << 15;

@@ -3,9 +3,9 @@
 use super::formed::Formed;
 use super::runs::Region;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::{Error, Result};
-use crate::rectangle::Runs;
 use std::path::PathBuf;
+use tpde_core::error::{Error, Result};
+use tpde_core::rectangle::Runs;
 
 /// A tensor of a [`Cut`].
 pub(crate) enum Piece {

@@ -1,10 +1,10 @@
 //! Reads rectangles of tensors.
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
-use crate::lane::Dtype;
-use crate::rectangle::Runs;
 use std::ops::Range;
+use tpde_core::error::{Error, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Runs;
 
 /// Maximum distance in bytes of runs that are read together. Reading a page costs less than a call.
 const MAX_GAP: u64 = 4096;

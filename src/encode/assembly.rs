@@ -4,15 +4,15 @@ use super::options::{EncodeOptions, Way};
 use super::plan::Plan;
 use super::ways::{Attempt, Worker};
 use crate::checkpoint::Checkpoint;
-use crate::codec::{Codec, Difference, TableSet};
-use crate::digest;
-use crate::error::Result;
-use crate::format::BaseKind;
-use crate::writer::PairBuilder;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io::Write;
 use std::sync::{Arc, OnceLock};
+use tpde_core::codec::{Codec, Difference, TableSet};
+use tpde_core::digest;
+use tpde_core::error::Result;
+use tpde_core::format::BaseKind;
+use tpde_core::writer::PairBuilder;
 
 /// Maximum size, in bytes, of the payloads held for a tensor before its way is chosen.
 pub(super) const MAX_HELD_BYTES: usize = 64 << 20;
@@ -212,8 +212,8 @@ fn changes(chunk: &Chunk, way: Way) -> bool {
 #[cfg(test)]
 mod tests {
     use crate::encode::run::encode_holding;
-    use crate::writer::PairBuilder;
     use crate::{Apply, Dtype, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
+    use tpde_core::writer::PairBuilder;
 
     /// Base and target. In the first chunk all lanes change to 0; in the others all lanes below 16 grow by 1.
     fn checkpoints(chunks: u32) -> (Vec<u8>, Vec<u8>) {
@@ -237,7 +237,7 @@ mod tests {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
         let made = pool.install(|| encode_holding(max_held_bytes, Some(&base), &target, Vec::new(), &options, builder, &|_| {}));
-        made.unwrap().0.into_pair().unwrap()
+        made.unwrap().0.try_into().unwrap()
     }
 
     #[test]

@@ -4,16 +4,17 @@ use super::options::EncodeOptions;
 use super::plan::is_prefix;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::Formed;
-use crate::derived::{BaseForm, is_cast};
-use crate::error::Escaped;
-use crate::format::{FormatVersion, MAX_NAME_SIZE, named};
-use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
-use crate::writer::DerivedSpec;
 use serde::Serialize;
+use tpde_core::derived::{BaseForm, is_cast};
+use tpde_core::error::Escaped;
+use tpde_core::format::{FormatVersion, MAX_NAME_SIZE, named};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
+use tpde_core::writer::DerivedSpec;
 
 named! {
     /// The reason why a target tensor is not encoded from a base tensor.
+    #[non_exhaustive]
     enum UnusedCause as "cause" {
         /// The base tensor has another dtype, and is not converted.
         Dtype => "dtype",

@@ -5,17 +5,17 @@ use super::renames::ChainNames;
 use super::run::{EncodeReport, encode, encoded_bytes};
 use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
-use crate::error::Result;
-use crate::format::BLOB_HEADER_SIZE;
-use crate::index::ValidatedIndex;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::safetensors::{check_as_base, check_composable, file_specs};
-use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
-use crate::writer::{FileSpec, PairBuilder};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use tpde_core::error::Result;
+use tpde_core::format::BLOB_HEADER_SIZE;
+use tpde_core::index::ValidatedIndex;
+use tpde_core::source::Source;
+use tpde_core::writer::{FileSpec, PairBuilder};
 
 /// Encodes a target checkpoint as a pair: its difference from a base.
 ///
@@ -216,7 +216,7 @@ impl<'a> Encode<'a> {
         blob.clear();
         let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
         let (finished, report) = encode(self.base, self.target, self.files()?, &self.effective_options()?, builder, &self.watcher)?;
-        Ok((finished.into_pair()?, report))
+        Ok((finished.try_into()?, report))
     }
 
     /// Encodes the pair and writes its blob to `blob`, from its first byte to its last. The first bytes are zeros instead of

@@ -5,11 +5,11 @@ use super::options::EncodeOptions;
 use super::plan::{Plan, lanes, plan, plan_from};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::cut::{Cut, Formed, Piece};
-use crate::error::{Error, Escaped, PartNotHeld, Result};
-use crate::format::{BaseKind, FormatVersion};
-use crate::index::{Tensor, ValidatedIndex};
-use crate::rectangle::{Rectangle, Runs, part_fault, precedes};
-use crate::writer::{DerivedSpec, PartSpec};
+use tpde_core::error::{Error, Escaped, PartNotHeld, Result};
+use tpde_core::format::{BaseKind, FormatVersion};
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::rectangle::{Rectangle, Runs, part_fault, precedes};
+use tpde_core::writer::{DerivedSpec, PartSpec};
 
 /// What an encoding reads of base and target: all tensors, or the entries of a pair with parts.
 pub(crate) struct Selection<'a> {
@@ -278,7 +278,7 @@ fn holds_part(
 }
 
 fn not_held(checkpoint: &'static str, info: &TensorInfo, part: &Rectangle, held: Vec<Rectangle>) -> Error {
-    Error::PartNotHeld(Box::new(PartNotHeld { checkpoint, tensor: info.name.clone(), part: part.clone(), held }))
+    Error::PartNotHeld(Box::new(PartNotHeld::new(checkpoint, info.name.clone(), part.clone(), held)))
 }
 
 /// The rectangles of a tensor, sorted. Empty if the only one is the whole tensor.

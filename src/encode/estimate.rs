@@ -9,12 +9,12 @@ use super::assembly::Shares;
 use super::options::EncodeOptions;
 use super::plan::{Plan, low_bits};
 use super::train::{Group, PIECE, Pieces, group_in, train_with};
-use crate::codec::conditioned::Sample;
-use crate::codec::{Codec, raw_size};
-use crate::error::Result;
-use crate::format::{BaseKind, PAYLOAD_ALIGN};
 use std::ops::AddAssign;
 use std::sync::OnceLock;
+use tpde_core::codec::conditioned::Sample;
+use tpde_core::codec::{Codec, raw_size};
+use tpde_core::error::Result;
+use tpde_core::format::{BaseKind, PAYLOAD_ALIGN};
 
 /// Number of runs of lanes from which a large tensor is estimated.
 const RUNS: u64 = 8;

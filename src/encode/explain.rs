@@ -8,14 +8,14 @@ use super::ways::{Attempt, Worker};
 use crate::apply::{Rebuilt, Run};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
-use crate::codec::{Codec, Difference, PayloadParts};
-use crate::error::Result;
-use crate::format::{BLOB_HEADER_SIZE, BaseKind, MAX_CHUNK_BYTES, PAYLOAD_ALIGN};
-use crate::index::{IndexParts, Tensor};
 use crate::reader::Pair;
-use crate::source::Source;
 use crate::watch::{Watch, Watcher, progress_methods};
 use serde::Serialize;
+use tpde_core::codec::{Codec, Difference, PayloadParts};
+use tpde_core::error::Result;
+use tpde_core::format::{BLOB_HEADER_SIZE, BaseKind, MAX_CHUNK_BYTES, PAYLOAD_ALIGN};
+use tpde_core::index::{IndexParts, Tensor};
+use tpde_core::source::Source;
 
 /// Explains the size of a pair.
 ///
@@ -196,8 +196,9 @@ impl<'a, B: Source> Explain<'a, B> {
                     let payload = self.pair.payload(chunk, buffer).map_err(|e| e.in_tensor(tensor.name))?;
                     let parts = tensor.codec.parts(payload, record.num_deltas.get(), lanes, tensor.lane_bytes(), tensor.tables);
                     let padding = (payload.len() as u64).wrapping_neg() % PAYLOAD_ALIGN;
-                    let parts = parts.map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
-                    Ok(PayloadParts { padding, ..parts })
+                    let mut parts = parts.map_err(|e| e.in_chunk(chunk).in_tensor(tensor.name))?;
+                    parts.padding = padding;
+                    Ok(parts)
                 })
             },
             |(tensor, _), parts| {

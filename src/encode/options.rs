@@ -1,10 +1,10 @@
 //! Encode options.
 
 use super::split::Split;
-use crate::codec::{Codec, DecodeCost, Layout};
-use crate::format::{Form, FormatVersion, named, parsed_by_name};
-use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
+use tpde_core::codec::{Codec, DecodeCost, Layout};
+use tpde_core::format::{Form, FormatVersion, named, parsed_by_name};
+use tpde_core::rectangle::Rectangle;
 
 /// Options of [`Encode`](crate::Encode).
 ///
@@ -154,6 +154,7 @@ named! {
     /// The trade-off that codec `conditioned` makes between size and speed.
     // The first line of each variant equals its `Favor::job`.
     #[derive(Default)]
+    #[non_exhaustive]
     enum Favor as "favor" {
         /// Most jobs. Small, and fast to decode.
         ///
@@ -296,6 +297,7 @@ pub(crate) struct Way {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Dtype, Encode, MemoryCheckpoint, TensorInfo};
 
     #[test]
     fn streams_are_more_and_half_as_long_where_chunks_below_the_default_are_asked_for() {
@@ -312,6 +314,32 @@ mod tests {
             assert_eq!(cost(Favor::Ratio, small), (512, streams));
             assert_eq!(cost(Favor::Speed, small), (512, streams));
             assert_eq!(cost(Favor::Size, small).0, usize::MAX);
+        }
+    }
+
+    #[test]
+    fn a_pair_states_the_lowest_version_that_has_all_it_uses() {
+        let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![2] };
+        let base = MemoryCheckpoint::new([(info.clone(), &[0, 1, 2, 3][..])]).unwrap();
+        let target = MemoryCheckpoint::new([(info, &[0, 1, 3, 3][..])]).unwrap();
+        for (codec, minor) in [(Codec::Raw, 0), (Codec::Zstd, 0), (Codec::Conditioned, 1)] {
+            let options = EncodeOptions { codec: codec.into(), ..EncodeOptions::default() };
+            let version = |format| {
+                let options = options.clone().format(format);
+                let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
+                let header = *pair.index().header();
+                assert_eq!(
+                    (header.payload_root == [0; 32], header.required_features),
+                    (header.version_minor < 2, header.version_minor as u64 / 2)
+                );
+                header.version_minor
+            };
+            assert_eq!((version(FormatVersion::V1_1), version(FormatVersion::V1_2)), (minor, 2), "{codec:?}");
+        }
+        let nothing = MemoryCheckpoint::default();
+        for (format, minor) in [(FormatVersion::V1_1, 0), (FormatVersion::V1_2, 2)] {
+            let pair = Encode::new(&nothing).options(EncodeOptions::default().format(format)).to_memory().unwrap().0;
+            assert_eq!(pair.index().header().version_minor, minor, "no tensors");
         }
     }
 }

@@ -2,14 +2,14 @@
 
 use super::options::{EncodeOptions, Way};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::codec::{Codec, Coding, DecodeCost, Layout, TableSet};
-use crate::error::{Error, Escaped, Result};
-use crate::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, TensorEntry};
-use crate::index::{self, FileNames};
-use crate::lane::Dtype;
-use crate::limits::Limits;
-use crate::writer::{DerivedSpec, FileSpec, PartSpec, TensorSpec};
 use std::sync::{Arc, OnceLock};
+use tpde_core::codec::{Codec, Coding, DecodeCost, Layout, TableSet};
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::{BaseKind, FileEntry, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_FILES, MAX_TENSORS, TensorEntry};
+use tpde_core::index::{self, FileNames};
+use tpde_core::lane::Dtype;
+use tpde_core::limits::Limits;
+use tpde_core::writer::{DerivedSpec, FileSpec, PartSpec, TensorSpec};
 
 /// One target tensor with its base. The struct is small, because a model may have very many tensors.
 pub(crate) struct Plan {

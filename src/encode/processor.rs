@@ -6,10 +6,10 @@ use super::train::{Group, PIECE, Pieces};
 use super::ways::{Lanes, Worker};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
-use crate::codec::Difference;
-use crate::codec::conditioned::Sample;
-use crate::error::Result;
 use crate::watch::Progress;
+use tpde_core::codec::Difference;
+use tpde_core::codec::conditioned::Sample;
+use tpde_core::error::Result;
 
 /// Reads lanes of base and target on the threads of the pool.
 pub(super) struct Processor<'a> {

@@ -3,9 +3,9 @@
 use super::bases::has_base;
 use super::options::EncodeOptions;
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Escaped, Result};
-use crate::rectangle::Rectangle;
 use std::collections::BTreeMap;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::rectangle::Rectangle;
 
 /// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
 #[derive(Debug, Default)]
@@ -105,7 +105,7 @@ fn replaced(pattern: &str, new: &str, name: &str) -> Option<String> {
 mod tests {
     use super::*;
     use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
-    use crate::lane::Dtype;
+    use tpde_core::lane::Dtype;
 
     #[test]
     fn patterns_keep_what_their_stars_match() {

@@ -12,16 +12,16 @@ use super::train::train;
 use super::ways::{Attempt, Worker};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, ReadDigest};
-use crate::codec::Codec;
-use crate::derived::BaseForm;
-use crate::error::{Error, Escaped, Result};
-use crate::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
-use crate::lane::Dtype;
-use crate::rectangle::Runs;
 use crate::watch::Progress;
-use crate::writer::{FileSpec, Finished, PairBuilder};
 use serde::Serialize;
 use std::io::Write;
+use tpde_core::codec::Codec;
+use tpde_core::derived::BaseForm;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Runs;
+use tpde_core::writer::{FileSpec, Finished, PairBuilder};
 
 /// The result of an encoding: sizes in total and per tensor.
 #[derive(Debug, Clone, Serialize)]
@@ -92,7 +92,7 @@ pub struct PartReport {
 
 impl TensorReport {
     /// The report of a tensor, from its records in the index. Cost: one pass over them.
-    pub fn new(index: &crate::index::ValidatedIndex, tensor: &crate::index::Tensor<'_>) -> Self {
+    pub fn new(index: &tpde_core::index::ValidatedIndex, tensor: &tpde_core::index::Tensor<'_>) -> Self {
         let chunks = tensor.chunks();
         let records = &index.records()[chunks.start as usize..chunks.end as usize];
         Self {
@@ -110,7 +110,7 @@ impl TensorReport {
             bytes: tensor.bytes(),
             payload_bytes: records
                 .iter()
-                .map(|r| u64::from(r.compressed_size.get()).next_multiple_of(crate::format::PAYLOAD_ALIGN))
+                .map(|r| u64::from(r.compressed_size.get()).next_multiple_of(tpde_core::format::PAYLOAD_ALIGN))
                 .sum(),
         }
     }
@@ -272,7 +272,7 @@ pub(crate) fn report<W>(
     options: &EncodeOptions,
     in_use: impl Iterator<Item = usize>,
 ) -> EncodeReport {
-    use crate::format::Section;
+    use tpde_core::format::Section;
     let index = &finished.index;
     let tensors: Vec<_> = index.tensors().map(|tensor| TensorReport::new(index, &tensor)).collect();
     let mut used = vec![false; base.map_or(0, |base| base.tensors().len())];

@@ -1,9 +1,9 @@
 //! Rules that cut tensors into parts, by their names.
 
 use crate::checkpoint::TensorInfo;
-use crate::error::{Error, Escaped, Result};
-use crate::rectangle::{Rectangle, part_fault};
 use std::str::FromStr;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::rectangle::{Rectangle, part_fault};
 
 /// Names of tensors that tensor parallelism cuts by rows, and those that it cuts by columns. Names are those of Hugging Face.
 struct Preset {
@@ -179,7 +179,7 @@ fn matches(pattern: &[u8], name: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lane::Dtype;
+    use tpde_core::lane::Dtype;
 
     fn info(name: &str, dtype: Dtype, shape: &[u64]) -> TensorInfo {
         TensorInfo { name: name.into(), dtype, shape: shape.to_vec() }

@@ -1,10 +1,10 @@
 //! One pass over a chunk before it is encoded: changed lanes, sums, hashes.
 
 use super::plan::Plan;
-use crate::codec::{Difference, GROUP, cleared, compare};
-use crate::digest::PieceHasher;
-use crate::lane::with_lane;
-use crate::sums::ChunkSum;
+use tpde_core::codec::{Difference, GROUP, cleared, compare};
+use tpde_core::digest::PieceHasher;
+use tpde_core::lane::with_lane;
+use tpde_core::sums::ChunkSum;
 
 /// Size of a tile in bytes. Two tiles, of base and target, fit in the L2 cache.
 const TILE: usize = 1 << 16;
@@ -92,9 +92,9 @@ mod tests {
     use super::super::plan::plan;
     use super::*;
     use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
-    use crate::digest;
-    use crate::lane::Dtype;
-    use crate::sums::chunk_sum;
+    use tpde_core::digest;
+    use tpde_core::lane::Dtype;
+    use tpde_core::sums::chunk_sum;
 
     /// Targets with changes in no tile, in one tile, or in all tiles; with few or many changes.
     fn targets(base: &[u8]) -> Vec<Vec<u8>> {

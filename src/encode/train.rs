@@ -6,14 +6,14 @@ use super::plan::{Plan, low_bits};
 use super::ways::Worker;
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
-use crate::codec::conditioned;
-use crate::derived::BaseForm;
-use crate::error::Result;
-use crate::format::BaseKind;
-use crate::lane::Dtype;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use tpde_core::codec::conditioned;
+use tpde_core::derived::BaseForm;
+use tpde_core::error::Result;
+use tpde_core::format::BaseKind;
+use tpde_core::lane::Dtype;
 
 /// Number of lanes per piece. A piece is the unit of sampling.
 pub(crate) const PIECE: u64 = 1 << 14;

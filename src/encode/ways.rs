@@ -7,17 +7,17 @@ use super::options::{CodecChoice, EncodeOptions, Way};
 use super::plan::Plan;
 use crate::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
-use crate::codec::conditioned::uncoded_size;
-use crate::codec::count;
-use crate::codec::zstd::is_repeats;
-use crate::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
-use crate::digest;
-use crate::error::Result;
-use crate::format::{BaseKind, DIGEST_SIZE, PAYLOAD_ALIGN};
-use crate::lane::Dtype;
 use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::ops::RangeInclusive;
+use tpde_core::codec::conditioned::uncoded_size;
+use tpde_core::codec::count;
+use tpde_core::codec::zstd::is_repeats;
+use tpde_core::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
+use tpde_core::digest;
+use tpde_core::error::Result;
+use tpde_core::format::{BaseKind, DIGEST_SIZE, PAYLOAD_ALIGN};
+use tpde_core::lane::Dtype;
 
 /// Minimum and maximum number of lanes per run. Ways are first tried on a sample of the chunk, which consists of `RUNS` runs.
 const RUN: RangeInclusive<usize> = 512..=4096;

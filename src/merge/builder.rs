@@ -4,18 +4,18 @@ use super::copy::copy;
 use super::input::Input;
 use super::parts;
 use super::plan::Plan;
-use crate::error::Result;
-use crate::format::{Form, FormatVersion};
-use crate::index::Tensor;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
-use crate::rectangle::Rectangle;
-use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
-use crate::writer::{Finished, PairBuilder};
 use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
+use tpde_core::error::Result;
+use tpde_core::format::{Form, FormatVersion};
+use tpde_core::index::Tensor;
+use tpde_core::rectangle::Rectangle;
+use tpde_core::source::Source;
+use tpde_core::writer::{Finished, PairBuilder};
 
 /// Makes one pair of several, or of some tensors of one. Nothing is decoded, and no base is needed.
 ///
@@ -175,7 +175,7 @@ impl<'a, B: Source> Merge<'a, B> {
     pub fn to_memory(&self) -> Result<(Pair<Vec<u8>>, MergeReport)> {
         let builder = PairBuilder::new(Vec::new(), "memory".into(), self.form())?;
         let (finished, report) = self.run(&self.plan()?, builder)?;
-        Ok((finished.into_pair()?, report))
+        Ok((finished.try_into()?, report))
     }
 
     fn plan(&self) -> Result<Plan> {

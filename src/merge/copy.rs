@@ -3,17 +3,17 @@
 use super::input::Input;
 use super::plan::{Entry, Plan, tensor};
 use crate::batches::in_batches_of;
-use crate::digest;
-use crate::error::Result;
-use crate::format::{ChunkMetadata, DIGEST_SIZE};
-use crate::reader::{check_payload, stored_size};
-use crate::source::{Source, slice};
 use crate::watch::Progress;
-use crate::writer::PairBuilder;
 use std::borrow::Cow;
 use std::io::Write;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::blob::{check_payload, stored_size};
+use tpde_core::digest;
+use tpde_core::error::Result;
+use tpde_core::format::{ChunkMetadata, DIGEST_SIZE};
+use tpde_core::source::{Source, slice};
+use tpde_core::writer::PairBuilder;
 
 /// Size in bytes up to which payloads are read and written together. Each thread reads a block at a time, so that the block is
 /// still in a cache when it is written. Larger blocks are not faster.

@@ -1,14 +1,14 @@
 //! The files of a merged pair (spec sections 10.1 and 12.2).
 
 use super::input::{Input, conflict};
-use crate::error::{Conflict, Result, hex};
-use crate::format::FileKind;
-use crate::index::{FileNames, TargetFile, ValidatedIndex};
 use crate::safetensors::{TargetContent, base_fault, tensor_names};
-use crate::source::Source;
-use crate::writer::FileSpec;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use tpde_core::error::{Conflict, Result, hex};
+use tpde_core::format::FileKind;
+use tpde_core::index::{FileNames, TargetFile, ValidatedIndex};
+use tpde_core::source::Source;
+use tpde_core::writer::FileSpec;
 
 /// Returns the files of the merged pair, in ascending order of name.
 ///

@@ -1,9 +1,9 @@
 //! An input of a merge.
 
-use crate::error::{Conflict, Error, NotMergeable};
-use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
-use crate::source::Source;
+use tpde_core::error::{Conflict, Error, NotMergeable};
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::source::Source;
 
 /// An input of a merge: a pair, and the tensors of it that are kept.
 pub(super) struct Input<'a, B> {
@@ -50,5 +50,5 @@ impl<'a, B: Source> Input<'a, B> {
 
 /// Returns the error for a contradiction between two inputs, with the property found in each.
 pub(super) fn conflict<B>(conflict: Conflict, name: &str, pairs: [&Input<'_, B>; 2], found: [String; 2]) -> Error {
-    Box::new(NotMergeable { conflict, name: name.to_owned(), pairs: pairs.map(|input| input.label.clone()), found }).into()
+    Box::new(NotMergeable::new(conflict, name.to_owned(), pairs.map(|input| input.label.clone()), found)).into()
 }

@@ -1,11 +1,11 @@
 //! Narrows the inputs of a merge to parts within rectangles.
 
 use super::input::Input;
-use crate::error::{Error, Escaped, Result};
-use crate::index::Tensor;
-use crate::rectangle::{Rectangle, part_fault};
-use crate::source::Source;
 use std::collections::{BTreeMap, HashSet};
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::index::Tensor;
+use tpde_core::rectangle::{Rectangle, part_fault};
+use tpde_core::source::Source;
 
 /// Drops the entries of each tensor of `wanted` that are not within one of its rectangles.
 ///

@@ -2,17 +2,17 @@
 
 use super::files;
 use super::input::{Input, conflict};
-use crate::codec::TableSet;
-use crate::derived::Derived;
-use crate::error::{Conflict, Error, Escaped, Result, hex};
-use crate::format::{BaseKind, MAX_CHUNKS, MAX_TENSORS};
-use crate::index::{MAX_TABLE_SETS, Tensor};
-use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, precedes};
-use crate::source::Source;
-use crate::writer::{FileSpec, PartSpec, TensorSpec};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use tpde_core::codec::TableSet;
+use tpde_core::derived::Derived;
+use tpde_core::error::{Conflict, Error, Escaped, Result, hex};
+use tpde_core::format::{BaseKind, MAX_CHUNKS, MAX_TENSORS};
+use tpde_core::index::{MAX_TABLE_SETS, Tensor};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::{Rectangle, precedes};
+use tpde_core::source::Source;
+use tpde_core::writer::{FileSpec, PartSpec, TensorSpec};
 
 /// An entry of the result, which is an entry of an input: a tensor or a part of a tensor.
 #[derive(Debug, Clone, Copy)]
@@ -192,13 +192,13 @@ fn used_sets<B: Source>(input: &Input<'_, B>) -> Vec<Option<Arc<TableSet>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::Codec;
-    use crate::format::{DIGEST_SIZE, Form, TensorDigests};
-    use crate::lane::Dtype;
     use crate::merge::Merge;
     use crate::reader::Pair;
-    use crate::writer::PairBuilder;
     use std::ops::Range;
+    use tpde_core::codec::Codec;
+    use tpde_core::format::{DIGEST_SIZE, Form, TensorDigests};
+    use tpde_core::lane::Dtype;
+    use tpde_core::writer::PairBuilder;
 
     /// A pair of one empty tensor per table set. Each number in `sets` stands for a set.
     fn pair(sets: Range<usize>) -> Pair<Vec<u8>> {
@@ -220,7 +220,7 @@ mod tests {
             });
             builder.end_copied_tensor(&TensorDigests { base_digest: [0; DIGEST_SIZE], target_digest: [7; DIGEST_SIZE] }).unwrap();
         }
-        builder.finish().unwrap().into_pair().unwrap()
+        builder.finish().unwrap().try_into().unwrap()
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! Calls that a file system may refuse although it keeps files.
 
-use crate::error::Escaped;
 use rustix::io::Errno;
 use std::fs::File;
 use std::io;
 use std::path::Path;
+use tpde_core::error::Escaped;
 
 /// Whether the file system does not support a call, or does not allow it. An error of the disk is no refusal.
 pub(super) fn is_refused(error: Errno) -> bool {

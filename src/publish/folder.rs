@@ -1,10 +1,10 @@
 //! The folders of outputs.
 
 use super::courtesy::{or_warn, was_refused};
-use crate::error::{Error, Result};
 use std::cell::Cell;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Result};
 
 /// The folder that contains `path`.
 pub(super) fn folder_of(path: &Path) -> PathBuf {

@@ -1,7 +1,6 @@
 //! Advisory locks on folders.
 
 use super::folder::{Folder, folder_of};
-use crate::error::{Error, Result};
 use crate::watch::Progress;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -9,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use tpde_core::error::{Error, Result};
 
 /// Maximum time to wait for a lock that another process holds. A commit holds its lock for milliseconds.
 pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,7 +52,7 @@ impl<'a> FolderLock<'a> {
                 return Err(Error::io("lock", path, io::Error::new(io::ErrorKind::TimedOut, reason)));
             }
             if waited >= WARN_AFTER && !warned {
-                let folder = crate::error::Escaped(&path.display().to_string()).to_string();
+                let folder = tpde_core::error::Escaped(&path.display().to_string()).to_string();
                 tracing::warn!("folder {folder} is locked by another process, waiting for up to {} s", timeout.as_secs());
                 warned = true;
             }

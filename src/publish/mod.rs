@@ -21,7 +21,6 @@ pub use output_file::OutputFile;
 pub(crate) use overlap::check_apart;
 pub use temporaries::{Temporaries, TemporaryFolder};
 
-use crate::error::{Error, Result};
 use crate::watch::Progress;
 use courtesy::{is_refused, or_warn};
 use folder::{Folder, folder_of};
@@ -35,6 +34,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use temporaries::{Temporary, hold_signals};
+use tpde_core::error::{Error, Result};
 
 /// What is missing if a file cannot be synced.
 const LOST: &str = "its bytes may not survive a crash of the machine";

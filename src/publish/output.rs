@@ -2,10 +2,10 @@
 
 use super::courtesy::is_refused;
 use super::folder::folder_of;
-use crate::error::{Error, Result};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Result};
 
 /// Maximum number of links to follow, as in Linux.
 const MAX_LINKS: usize = 40;

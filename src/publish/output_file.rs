@@ -1,11 +1,11 @@
 //! Files that are written whole.
 
 use super::{Publication, check_apart};
-use crate::error::{Error, Result};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tpde_core::error::{Error, Result};
 
 /// A file that appears under its name after it is complete, with the checks that all outputs have. It replaces no input, device,
 /// pipe or folder. Dropping it leaves nothing.

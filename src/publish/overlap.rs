@@ -1,10 +1,10 @@
 //! Checks that outputs do not overlap inputs.
 
 use super::folder::folder_of;
-use crate::error::{Error, Escaped, Result};
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Escaped, Result};
 
 /// Device and inode. All names of a file or folder have the same identity.
 type Identity = (u64, u64);

@@ -2,7 +2,6 @@
 
 use super::courtesy::is_refused;
 use super::folder::{Folder, folder_of};
-use crate::error::{Error, Result};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 use std::collections::BTreeSet;
@@ -11,6 +10,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use tpde_core::error::{Error, Result};
 
 /// Temporary names of this process. Only [`Temporaries::track`] sets them. A process that does not call it has no lock, so a fork
 /// cannot copy a locked one.

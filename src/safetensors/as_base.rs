@@ -1,9 +1,9 @@
 //! Whether the files of a target can be those of a base (spec section 10.2).
 
 use super::header::{tensor_names, weight_map};
-use crate::error::Escaped;
 use std::collections::BTreeMap;
 use std::path::Path;
+use tpde_core::error::Escaped;
 
 /// A file of a target. The content of a safetensors file is its first bytes.
 pub(crate) struct TargetContent<'a> {

@@ -5,15 +5,16 @@ use super::folder::Folder;
 use super::header::{self, FileTensor, Header};
 use super::neighbours::SHARD_INDEX;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, TensorInfo};
-use crate::digest;
-use crate::error::{Error, Escaped, Result};
-use crate::format::{DIGEST_SIZE, FileKind};
-use crate::index::is_file_name;
-use crate::source::{FileSource, OpenFiles, Source};
-use crate::writer::FileSpec;
+use crate::source::{FileSource, OpenFiles};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tpde_core::digest;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::{DIGEST_SIZE, FileKind};
+use tpde_core::index::is_file_name;
+use tpde_core::source::Source;
+use tpde_core::writer::FileSpec;
 
 /// Maximum size of a shard index in bytes.
 const SHARD_INDEX_LIMIT: u64 = 100_000_000;

@@ -1,9 +1,9 @@
 //! Which files of a folder are its checkpoint.
 
 use super::neighbours::{SAFETENSORS, SHARD_INDEX, rival_of};
-use crate::error::{Error, Escaped, Result};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Escaped, Result};
 
 /// The names in a folder.
 pub(super) struct Folder {

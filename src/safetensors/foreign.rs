@@ -1,7 +1,8 @@
 //! Recognises files that are often given in place of a safetensors file.
 
-use crate::format::{BLOB_MAGIC, INDEX_MAGIC};
-use crate::source::{FileSource, Source};
+use crate::source::FileSource;
+use tpde_core::format::{BLOB_MAGIC, INDEX_MAGIC};
+use tpde_core::source::Source;
 
 /// Number of bytes that are looked at.
 const LOOK: u64 = 512;

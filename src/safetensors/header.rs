@@ -3,9 +3,7 @@
 
 use super::foreign;
 use crate::checkpoint::TensorInfo;
-use crate::error::{Error, Escaped, Result};
-use crate::lane::Dtype;
-use crate::source::{FileSource, Source};
+use crate::source::FileSource;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::BTreeMap;
@@ -13,6 +11,9 @@ use std::fmt;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::marker::PhantomData;
 use std::path::Path;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::source::Source;
 
 /// Size, in bytes, of the length field before the header.
 const LENGTH: u64 = 8;

@@ -2,10 +2,10 @@
 
 use super::header::{FileTensor, Header};
 use crate::checkpoint::{CheckpointFiles, TensorInfo};
-use crate::digest;
-use crate::error::{Error, Escaped, Result, Rule, hex};
-use crate::index::{TargetFile, Tensor, ValidatedIndex};
 use std::collections::{BTreeMap, BTreeSet};
+use tpde_core::digest;
+use tpde_core::error::{Error, Escaped, Result, Rule, hex};
+use tpde_core::index::{TargetFile, Tensor, ValidatedIndex};
 
 /// A file to be written: its content, followed by tensors.
 pub(crate) struct Output {

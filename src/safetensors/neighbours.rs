@@ -1,10 +1,10 @@
 //! The files around an output: those that programs would read instead of it or together with it.
 
-use crate::error::{Error, Escaped, Result};
 use crate::publish::{Barrier, Publication};
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use tpde_core::error::{Error, Escaped, Result};
 
 /// The extension of shard indexes.
 pub(super) const SHARD_INDEX: &str = ".safetensors.index.json";

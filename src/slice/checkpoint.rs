@@ -4,8 +4,8 @@ use super::held::{HeldSlices, NewSlice};
 use super::layout::SliceLayout;
 use super::memory::Slice;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::Result;
-use crate::rectangle::Rectangle;
+use tpde_core::error::Result;
+use tpde_core::rectangle::Rectangle;
 
 /// A checkpoint of which only rectangles of the tensors are held, in memory: what a rank of a distributed job has.
 ///
@@ -91,7 +91,7 @@ impl Checkpoint for SliceCheckpoint<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lane::Dtype;
+    use tpde_core::lane::Dtype;
 
     #[test]
     fn a_tensor_is_whole_if_one_slice_is_all_of_it() {

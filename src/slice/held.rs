@@ -2,9 +2,9 @@
 
 use super::layout::SliceLayout;
 use crate::checkpoint::TensorInfo;
-use crate::error::{Error, Escaped, Result};
-use crate::rectangle::{Rectangle, overlap};
 use std::ops::Range;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::rectangle::{Rectangle, overlap};
 
 /// A slice to be held: its tensor, its place in the tensor, and its memory of `size` bytes.
 pub(crate) struct NewSlice<M> {

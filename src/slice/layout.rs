@@ -1,10 +1,10 @@
 //! Where the bytes of a tensor are in the memory of a slice.
 
 use super::span::Span;
-use crate::error::{Error, Escaped, Result};
-use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, part_fault};
 use std::ops::Range;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::{Rectangle, part_fault};
 
 /// Where the bytes of a tensor are in the memory of a slice.
 #[derive(Debug, Clone)]

@@ -3,9 +3,9 @@
 use super::layout::SliceLayout;
 use super::span::first_overlap;
 use crate::checkpoint::TensorInfo;
-use crate::error::{Error, Escaped, Result};
-use crate::rectangle::Rectangle;
 use std::ops::Range;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::rectangle::Rectangle;
 
 /// Memory for a rectangle of a tensor, to be rebuilt or to be changed in place.
 ///

@@ -2,7 +2,6 @@
 //! be chosen that cancel out in both. Also corrects the CRC of a changed payload.
 
 use tpde::ValidatedIndex;
-use tpde::internals;
 
 /// Row weight of a word (section 6.1), computed as the specification states.
 fn row_weight(word: usize) -> u32 {
@@ -15,9 +14,9 @@ fn row_weight(word: usize) -> u32 {
 /// Changes the blob of a pair of one U32 tensor in one chunk of codec `raw`, with at most 1,024 lanes, all of them changed.
 /// Updates `target` to what the forged pair decodes to. The unchanged index fits the forged blob.
 pub fn forge(index: &ValidatedIndex, blob: &mut [u8], target: &mut [u8]) {
-    let record = internals::records(index)[0];
+    let record = index.records()[0];
     let lanes = record.num_deltas.get() as usize;
-    assert!(internals::records(index).len() == 1 && lanes <= 1024 && target.len() == 4 * lanes, "a pair of another kind");
+    assert!(index.records().len() == 1 && lanes <= 1024 && target.len() == 4 * lanes, "a pair of another kind");
     let payload = &mut blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
     let crc = crc32fast::hash(payload);
 

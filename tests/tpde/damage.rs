@@ -4,7 +4,6 @@
 use crate::common::forge::{forge, repair};
 use crate::common::{Xorshift, manifest, tensor};
 use rayon::prelude::*;
-use tpde::internals;
 use tpde::{
     Apply, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FormatVersion, InPlace, Invalid, Limits, MemoryCheckpoint, Pair,
     PayloadDigests, Result, Rule, SafetensorsCheckpoint, TensorInfo, TensorMut, ValidatedIndex,
@@ -74,8 +73,8 @@ fn pair_of_codec_conditioned(seed: u64) -> Sound {
     let (base, target) = (MemoryCheckpoint::new(base).unwrap(), MemoryCheckpoint::new(target).unwrap());
     let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(4096).payload_digests(seed == 2);
     let pair = Encode::new(&target).base(&base).options(options).to_memory().unwrap().0;
-    assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && internals::tables(&tensor).is_some()));
-    let sets = internals::table_sets(pair.index()).len();
+    assert!(pair.index().tensors().all(|tensor| tensor.codec == Codec::Conditioned && tensor.tables.is_some()));
+    let sets = pair.index().table_sets().len();
     assert!((2..6).contains(&sets), "{sets} sets");
     let (index, blob) = (pair.index().as_bytes().to_vec(), pair.blob().clone());
     Sound { name: format!("codec conditioned, {seed}"), index, blob, base: Box::new(base) }
@@ -160,9 +159,8 @@ fn every_flipped_bit_is_found() {
             } else {
                 assert!(matches!(rule, "payload.crc32" | "payload.padding"), "{}, {at}: {invalid}", pair.name);
                 let index = ValidatedIndex::parse(pair.index.clone(), &Limits::default()).unwrap();
-                let chunk = internals::records(&index)
-                    .iter()
-                    .rposition(|record| record.num_deltas.get() > 0 && record.blob_offset.get() <= at as u64);
+                let chunk =
+                    index.records().iter().rposition(|record| record.num_deltas.get() > 0 && record.blob_offset.get() <= at as u64);
                 let chunk = chunk.map(|chunk| chunk as u32);
                 let tensor = sound.tensors().find(|tensor| chunk.is_some_and(|chunk| tensor.chunks().contains(&chunk)));
                 assert_eq!(
@@ -204,7 +202,7 @@ fn flipped_bits_under_a_right_crc_never_change_a_lane() {
     pairs.par_iter().for_each(|pair| {
         let sound = ValidatedIndex::parse(pair.index.clone(), &Limits::default()).unwrap();
         let (mut found, mut harmless) = (0, 0);
-        for (chunk, record) in internals::records(&sound).iter().enumerate() {
+        for (chunk, record) in sound.records().iter().enumerate() {
             let (place, size) = (record.blob_offset.get() as usize, record.compressed_size.get() as usize);
             for (at, bit) in places(size).flat_map(|at| (0..8).map(move |bit| (place + at, 1u8 << bit))) {
                 let (mut index, mut blob) = (pair.index.clone(), pair.blob.clone());

@@ -3,11 +3,11 @@
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
-use tpde::internals::{cast_lanes, scale_lanes, scale_nibbles};
 use tpde::{
     Apply, BaseForm, BaseKind, Chain, Checkpoint, Codec, Dtype, Encode, EncodeOptions, Error, FormatVersion, InPlace,
     MemoryCheckpoint, Merge, Rectangle, Result, Rule, SliceMut, TensorInfo, TensorMut, UnusedCause,
 };
+use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
 
 /// A tensor with its bytes.
 type Owned = (TensorInfo, Vec<u8>);

@@ -5,11 +5,10 @@ use crate::common::inputs::{Held, Input};
 use crate::common::{Tensor, write_file, write_folder};
 use std::fmt::Write;
 use std::path::Path;
-use tpde::internals;
-use tpde::internals::Section;
 use tpde::{
     Apply, Codec, CodecChoice, Encode, EncodeOptions, Favor, FormatVersion, Layout, Pair, SafetensorsCheckpoint, ValidatedIndex,
 };
+use tpde_core::format::Section;
 
 /// Rows of the matrices: small for all options, larger so that samples are taken, and large for one kind of input.
 const SIDES: [u64; 3] = [160, 700, 1600];
@@ -105,7 +104,7 @@ fn write(path: &Path, tensors: &[Held], shards: usize) -> SafetensorsCheckpoint 
 /// All sections that do not describe files, then the payloads.
 fn without_files(index: &ValidatedIndex, blob: &[u8]) -> Vec<Vec<u8>> {
     let stored = |section: Section| {
-        let entry = internals::header(index).section(section);
+        let entry = index.header().section(section);
         index.as_bytes()[entry.offset as usize..][..entry.stored_size as usize].to_vec()
     };
     let sections = Section::ALL.iter().copied().filter(|section| *section != Section::Files).map(stored);

@@ -6,12 +6,11 @@ use crate::common::{Xorshift, manifest};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use tpde::internals;
-use tpde::internals::Section;
 use tpde::{
     BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, Error, Explain, Explanation, Favor, Limits, MemoryCheckpoint,
     Pair, Result, Rule, SafetensorsCheckpoint, Source, TensorReport, ValidatedIndex, WayReport,
 };
+use tpde_core::format::Section;
 
 fn input(name: &str, side: u64) -> Input {
     inputs(side).find(|input| input.name == name).unwrap()
@@ -31,13 +30,13 @@ fn check_sums<B: Source>(name: &str, pair: &Pair<B>, explained: &Explanation) ->
     assert_eq!(explained.index.total(), index.as_bytes().len() as u64, "{name}");
     assert_eq!(explained.blob_header + explained.payloads.total(), pair.blob().size(), "{name}");
     assert_eq!(explained.tensors.len(), index.tensor_count(), "{name}");
-    let mut users = vec![0; internals::table_sets(index).len()];
+    let mut users = vec![0; index.table_sets().len()];
     for (tensor, found) in index.tensors().zip(&explained.tensors) {
         let report = TensorReport::new(index, &tensor);
         assert_eq!(found.parts.total(), report.payload_bytes, "{name}, {}", tensor.name);
-        assert_eq!(found.table_set.is_some(), internals::tables(&tensor).is_some(), "{name}, {}", tensor.name);
+        assert_eq!(found.table_set.is_some(), tensor.tables.is_some(), "{name}, {}", tensor.name);
         if let Some(number) = found.table_set {
-            assert_eq!(internals::tables(&tensor), Some(&internals::table_sets(index)[number - 1]), "{name}, {}", tensor.name);
+            assert_eq!(tensor.tables, Some(&index.table_sets()[number - 1]), "{name}, {}", tensor.name);
             users[number - 1] += 1;
         }
         // Parts of other codecs have no bytes.
@@ -53,7 +52,7 @@ fn check_sums<B: Source>(name: &str, pair: &Pair<B>, explained: &Explanation) ->
     assert!(explained.table_sets.iter().zip(&users).all(|(set, users)| set.tensors == *users), "{name}");
     assert!(explained.table_sets.iter().zip(1..).all(|(set, number)| set.number == number), "{name}");
     let tables: u64 = explained.table_sets.iter().map(|set| set.expanded_bytes).sum();
-    assert_eq!(tables, internals::header(index).section(Section::Tables).expanded_size, "{name}");
+    assert_eq!(tables, index.header().section(Section::Tables).expanded_size, "{name}");
     let parts = explained.index.each().chain(explained.payloads.each());
     parts.filter(|(_, bytes)| *bytes > 0).map(|(part, _)| part).collect()
 }
@@ -100,7 +99,7 @@ fn parts_of_a_payload_have_the_sizes_that_the_spec_gives_them() {
     // Positions of 4 bytes each, padded to a multiple of an 8-byte lane.
     let input = self::input("one training step, F64", 33);
     let pair = pair_of(&input, &of_codec(Codec::Raw));
-    let changed = u64::from(internals::records(pair.index())[0].num_deltas.get());
+    let changed = u64::from(pair.index().records()[0].num_deltas.get());
     let parts = Explain::new(&pair).run().unwrap().tensors[0].parts;
     assert_eq!((parts.positions, parts.deltas), ((4 * changed).next_multiple_of(8), 8 * changed));
 }
@@ -274,7 +273,7 @@ fn damage_of_a_payload_is_an_error_that_names_tensor_and_chunk() {
         let index = pair.index();
         for tensor in index.tensors().filter(|tensor| tensor.chunk_count > 0) {
             let chunk = tensor.chunks().end - 1;
-            let record = &internals::records(index)[chunk as usize];
+            let record = &index.records()[chunk as usize];
             let mut blob = pair.blob().clone();
             blob[record.blob_offset.get() as usize + record.compressed_size.get() as usize / 2] ^= 4;
             let Err(Error::Invalid(found)) = explained(index.as_bytes(), &blob, None).1 else { panic!("not noticed") };
@@ -293,7 +292,7 @@ fn payloads_of_any_bytes_are_explained_or_refused() {
         let base = input.base();
         for codec in Codec::ALL {
             let pair = pair_of(&input, &of_codec(*codec).chunk_lanes(4096));
-            for (chunk, record) in internals::records(pair.index()).iter().enumerate().take(2) {
+            for (chunk, record) in pair.index().records().iter().enumerate().take(2) {
                 let (place, size) = (record.blob_offset.get() as usize, record.compressed_size.get() as usize);
                 // Offsets in the header and the maps, then random ones.
                 let places = (0..size.min(40)).chain((0..40).map(|_| random.next() as usize % size)).collect::<Vec<_>>();

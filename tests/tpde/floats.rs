@@ -4,7 +4,7 @@
 use crate::common::manifest;
 use safetensors::SafeTensors;
 use tpde::Dtype;
-use tpde::internals::{cast_lanes, scale_lanes, scale_nibbles};
+use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
 
 fn number(bytes: &[u8], at: usize, size: usize) -> usize {
     bytes[at..at + size].iter().rev().fold(0, |n, &byte| n << 8 | usize::from(byte))

@@ -5,8 +5,8 @@ use binrw::BinRead;
 use std::collections::BTreeMap;
 use std::io::Cursor;
 use std::path::Path;
-use tpde::internals::*;
 use tpde::{BaseForm, Codec, Dtype, Layout};
+use tpde_core::format::*;
 use zerocopy::{FromBytes, IntoBytes};
 
 fn spec(file: &str) -> String {

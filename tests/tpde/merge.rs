@@ -7,12 +7,14 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use tpde::internals::{self, FileSpec, Form, PairBuilder, header, records};
+use tpde::internals;
 use tpde::{
     Apply, Codec, CodecChoice, Conflict, Dtype, Encode, EncodeOptions, Error, FileKind, FileSource, FormatVersion, Limits,
     MemoryCheckpoint, Merge, MergeReport, NotMergeable, Pair, PairPaths, Result, Rule, SafetensorsCheckpoint, TensorInfo,
     ValidatedIndex, Verify,
 };
+use tpde_core::format::Form;
+use tpde_core::writer::{FileSpec, PairBuilder};
 
 type InMemory = Pair<Vec<u8>>;
 /// A tensor with its bytes.
@@ -269,7 +271,7 @@ fn a_damaged_payload_is_not_copied() {
     for (version, digests) in [(FormatVersion::V1_1, false), (FormatVersion::V1_2, false), (FormatVersion::V1_2, true)] {
         let (index, mut blob) = damageable(version, digests);
         let pair = opened(&index, &blob);
-        let second = records(pair.index())[1].blob_offset.get() as usize;
+        let second = pair.index().records()[1].blob_offset.get() as usize;
         blob[second] ^= 1;
         let (pair, sound) = (opened(&index, &blob), pair_of("a", Dtype::U8, &[9], None));
         for is_subset in [false, true] {
@@ -333,7 +335,7 @@ fn the_payload_list_is_kept_or_added() {
     assert_equal(&added, &with);
     let subset = |pair: &InMemory| Merge::new([pair]).tensors(|name| name == "x").to_memory().unwrap().0;
     assert!(subset(&with).index().has_payload_digests() && !subset(&without).index().has_payload_digests());
-    assert_eq!(header(with.index()).payload_root, header(without.index()).payload_root);
+    assert_eq!(with.index().header().payload_root, without.index().header().payload_root);
 }
 
 fn opened_pair(version: FormatVersion, payload_digests: bool) -> InMemory {
@@ -459,7 +461,7 @@ fn with_shard_index(name: &str, shard_index: &[u8]) -> InMemory {
     let target = [(info, file[file.len() - 9..].to_vec())];
     let builder = PairBuilder::new(Vec::new(), "memory".into(), Form::default()).unwrap();
     let made = internals::encode(None, &checkpoint(&target), files, &EncodeOptions::default(), builder, &|_| {});
-    made.unwrap().0.into_pair().unwrap()
+    made.unwrap().0.try_into().unwrap()
 }
 
 #[test]

@@ -3,8 +3,8 @@
 use serde::Serialize;
 use std::fmt::{Debug, Display};
 use std::str::FromStr;
-use tpde::internals::Section;
 use tpde::{BaseKind, Codec, CodecChoice, Dtype, Error, Favor, FileKind, Layout, UnknownName};
+use tpde_core::format::Section;
 
 fn check<T>(what: &str, all: &[T])
 where

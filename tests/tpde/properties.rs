@@ -5,11 +5,13 @@ use proptest::prelude::*;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use tpde::internals::{self, ChunkEncoder, Coding, PairBuilder, TensorSpec, chunk_sum};
 use tpde::{
     Apply, BaseKind, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Favor, InPlace, Layout, Limits,
     MemoryCheckpoint, Pair, Result, Rule, Sink, Source, Tensor, TensorInfo, TensorMut, ValidatedIndex, Verify, Watch,
 };
+use tpde_core::codec::{ChunkEncoder, Coding};
+use tpde_core::sums::chunk_sum;
+use tpde_core::writer::{PairBuilder, TensorSpec};
 
 /// A tensor with its bytes.
 type Held = (TensorInfo, Vec<u8>);
@@ -345,7 +347,7 @@ proptest! {
             let tensor = pair.index().find(&info.name).unwrap();
             let width = info.dtype.lane_bytes() as u64;
             let mut expected = Vec::new();
-            for record in &internals::records(pair.index())[tensor.first_chunk as usize..][..tensor.chunk_count as usize] {
+            for record in &pair.index().records()[tensor.first_chunk as usize..][..tensor.chunk_count as usize] {
                 let start = record.output_offset.get() * width;
                 let end = start + tensor.chunk_lanes * width;
                 let wanted = bytes_of(&elements);
@@ -509,7 +511,7 @@ proptest! {
         let pair = encode(&case);
         let before = in_place_of(&pair, &case.base);
         let tensors: Vec<Tensor<'_>> = before.iter().map(|(name, _)| pair.index().find(name).unwrap()).collect();
-        let records = internals::records(pair.index());
+        let records = pair.index().records();
         let is_stored = |chunk: &u32| records[*chunk as usize].num_deltas.get() > 0;
         let stored: Vec<u32> = tensors.iter().flat_map(Tensor::chunks).filter(is_stored).collect();
         prop_assume!(!stored.is_empty());
@@ -651,7 +653,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
             }
             let digest = blake3::hash(b"");
             builder.end_tensor((base_kind != BaseKind::None).then_some(digest), digest);
-            let pair = builder.finish().unwrap().into_pair().unwrap();
+            let pair = builder.finish().unwrap().try_into().unwrap();
 
             let tensor = pair.index().find("w").unwrap();
             assert_eq!((tensor.lanes, u64::from(tensor.chunk_count)), (lanes, last + 1));

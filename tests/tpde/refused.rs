@@ -1,10 +1,10 @@
 //! Requests that an encoder refuses before it reads a lane, and failures that end its work.
 
 use crate::common::inputs::{Held, inputs};
-use tpde::internals::{self, MAX_CHUNKS, Section};
 use tpde::{
     Apply, Checkpoint, Codec, CodecChoice, Dtype, Encode, EncodeOptions, Error, Favor, Layout, MemoryCheckpoint, Result, TensorInfo,
 };
+use tpde_core::format::{MAX_CHUNKS, Section};
 
 fn held(name: &str, dtype: Dtype, shape: &[u64]) -> Held {
     let info = TensorInfo { name: name.into(), dtype, shape: shape.to_vec() };
@@ -89,7 +89,7 @@ fn favors_have_names() {
 fn a_report_has_the_sizes_of_the_sections() {
     for input in inputs(48) {
         let (pair, report) = Encode::new(&input.target()).base(&input.base()).to_memory().unwrap();
-        let header = internals::header(pair.index());
+        let header = pair.index().header();
         let stored = |section| header.section(section).stored_size;
         assert_eq!(report.tensor_table_bytes, stored(Section::Tensors) + stored(Section::Digests));
         assert_eq!((report.index_bytes, report.blob_bytes), (pair.index().size(), header.blob_size));

@@ -2,7 +2,6 @@
 
 use crate::common::inputs::{Input, inputs};
 use std::sync::Mutex;
-use tpde::internals;
 use tpde::{
     Accelerator, Apply, Dtype, Encode, EncodeOptions, Error, FormatVersion, InPlace, MemoryCheckpoint, Pair, PayloadDigests,
     Result, Rule, Sink, TensorInfo, TensorMut, Verify, Work,
@@ -40,7 +39,7 @@ fn figures_of_a_pair_are_those_of_its_tensors() {
         let with_base = Apply::new(&pair).base(&input.base()).verify().unwrap();
         let stored = index.as_bytes().len() as u64 + pair.blob().len() as u64;
         assert_eq!((report.stored_bytes, with_base.stored_bytes), (stored, stored));
-        assert_eq!((report.tensors, report.chunks), (input.target.len() as u64, internals::records(index).len() as u64));
+        assert_eq!((report.tensors, report.chunks), (input.target.len() as u64, index.records().len() as u64));
         assert_eq!((with_base.tensors, with_base.chunks), (report.tensors, report.chunks));
         assert_eq!((report.base_checked, with_base.base_checked, with_base.target_checked), (false, true, true));
     }

@@ -16,11 +16,12 @@ use std::fmt::Debug;
 use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
-use tpde::internals::{FileSpec, PairBuilder, encode};
+use tpde::internals::encode;
 use tpde::{
     Apply, Chain, Checkpoint, Dtype, Encode, EncodeOptions, Error, FileKind, Limits, MemoryCheckpoint, Pair, Result,
     SafetensorsCheckpoint, TensorInfo, ValidatedIndex, Verify,
 };
+use tpde_core::writer::{FileSpec, PairBuilder};
 
 fn open(path: &Path) -> SafetensorsCheckpoint {
     SafetensorsCheckpoint::open(path).unwrap()
@@ -246,7 +247,7 @@ impl Case {
         let base = has_base.then_some(&base as &dyn Checkpoint);
         let builder = PairBuilder::new(Vec::new(), "memory".into(), Default::default()).unwrap();
         let (finished, _) = encode(base, &target, files, &EncodeOptions::default(), builder, &|_| {}).unwrap();
-        finished.into_pair().unwrap()
+        finished.try_into().unwrap()
     }
 }
 

@@ -1,8 +1,8 @@
 use super::*;
 use crate::apply::kept::KEPT_PAYLOADS;
-use crate::sums::Q;
 use crate::{Codec, Dtype, Encode, EncodeOptions, FormatVersion, Limits, MemoryCheckpoint, Rule, ValidatedIndex};
 use std::collections::HashSet;
+use tpde_core::sums::Q;
 
 /// The response of a blob to the second read of a payload.
 #[derive(Debug, Clone, Copy)]

@@ -5,13 +5,13 @@ use crate::cuda::plan::Offsets;
 use crate::cuda::plan::digests::DigestPlan;
 use crate::cuda::plan::payloads::Payloads;
 use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
-use crate::digest;
-use crate::error::{Error, Result, Rule, hex};
-use crate::format::{ChunkMetadata, DIGEST_SIZE};
 use crate::reader::checked_payload;
-use crate::source::Source;
 use rayon::prelude::*;
 use std::ops::Range;
+use tpde_core::digest;
+use tpde_core::error::{Error, Result, Rule, hex};
+use tpde_core::format::{ChunkMetadata, DIGEST_SIZE};
+use tpde_core::source::Source;
 
 /// The payload list is the only payload: its hash is the payload root.
 const OF_LIST: u32 = 1;

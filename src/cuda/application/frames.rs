@@ -1,6 +1,5 @@
 //! Payloads of codec `zstd` that nvCOMP expands: their memory, and the kernels before and after nvCOMP.
 
-use crate::codec::raw_size;
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::nvcomp::{Batch, Trusted};
 use crate::cuda::plan::schedule::{Group, Schedule};
@@ -10,9 +9,10 @@ use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::FrameKernels;
 use crate::cuda::runtime::layout::MemoryLayout;
 use crate::cuda::runtime::memory::{Allocation, PinnedBuffer};
-use crate::error::Result;
-use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::sync::Arc;
+use tpde_core::codec::raw_size;
+use tpde_core::error::Result;
+use tpde_core::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use zerocopy::IntoBytes;
 
 /// A zstd frame with one byte of content. It replaces damaged frames.
@@ -234,6 +234,6 @@ mod tests {
 
     #[test]
     fn the_substitute_is_a_frame() {
-        assert_eq!(crate::codec::zstd::expand_frame(&SUBSTITUTE, 1, 27), Ok(vec![0]));
+        assert_eq!(tpde_core::codec::zstd::Expander::default().expand_to_vec(&SUBSTITUTE, 1, 27), Ok(vec![0]));
     }
 }

@@ -4,7 +4,6 @@ use super::digests::{DeviceDigests, Report};
 use super::prepared::Prepared;
 use super::targets::Table;
 use crate::apply::InPlace;
-use crate::codec::{Encoded, RawTranscoder};
 use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
 use crate::cuda::plan::schedule::{Group, Run, Slice, Staged};
@@ -14,12 +13,13 @@ use crate::cuda::runtime::kernels::{Decoder, Variant};
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::pools::Mark;
 use crate::cuda::runtime::staging::{SLOT_BYTES, fill_in_parallel};
-use crate::error::{Error, Result};
 use crate::reader::checked_payload;
-use crate::source::Source;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::PoisonError;
+use tpde_core::codec::{Encoded, RawTranscoder};
+use tpde_core::error::{Error, Result};
+use tpde_core::source::Source;
 
 /// A launch that is being queued.
 pub(super) struct Launcher<'a> {

@@ -20,9 +20,9 @@ use super::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Stream;
 use crate::apply::InPlace;
-use crate::error::{Error, Result};
 use crate::reader::PayloadDigests;
 use std::sync::{Arc, PoisonError};
+use tpde_core::error::{Error, Result};
 
 /// An application of a pair that is ready to be launched.
 #[derive(Debug)]

@@ -7,9 +7,9 @@ use crate::cuda::hashes::DIFFERS;
 use crate::cuda::plan::payloads::Mode;
 use crate::cuda::runtime::driver::RawEvent;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::error::{Error, Result, Rule, hex};
-use crate::format::BaseKind;
 use std::sync::Arc;
+use tpde_core::error::{Error, Result, Rule, hex};
+use tpde_core::format::BaseKind;
 
 const PAYLOAD_CRC32: u32 = abi::status_of(Rule::PayloadCrc32);
 const PAYLOAD_DIGEST: u32 = abi::status_of(Rule::PayloadDigest);

@@ -4,7 +4,6 @@ use super::digests::DeviceDigests;
 use super::frames::Frames;
 use super::targets::DeviceTargets;
 use crate::apply::InPlace;
-use crate::codec::Codec;
 use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorForm, TensorRows};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::binding::Binding;
@@ -17,10 +16,11 @@ use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
-use crate::error::{Error, Result};
-use crate::format::{ChunkMetadata, DIGEST_SIZE};
 use crate::reader::PayloadDigests;
 use std::sync::{Arc, Mutex};
+use tpde_core::codec::Codec;
+use tpde_core::error::{Error, Result};
+use tpde_core::format::{ChunkMetadata, DIGEST_SIZE};
 use zerocopy::IntoBytes;
 
 /// Data that must exist until the last launch has completed.

@@ -6,7 +6,7 @@ use crate::cuda::hashes::{HashLaunch, HashSlice};
 use crate::cuda::plan::Offsets;
 use crate::cuda::plan::targets::{Batch, Targets};
 use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
-use crate::error::Result;
+use tpde_core::error::Result;
 
 /// The addresses of what is hashed and compared.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use super::session::Session;
 use super::source::Source;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
 use crate::encode::{Plan, Selection};
-use crate::error::Result;
-use crate::format::{DIGEST_SIZE, TensorDigests};
-use crate::writer::{FileSpec, Finished, PairBuilder};
+use tpde_core::error::Result;
+use tpde_core::format::{DIGEST_SIZE, TensorDigests};
+use tpde_core::writer::{FileSpec, Finished, PairBuilder};
 
 /// Passes tensors and chunks to the builder in order.
 pub(super) struct Assembly<'a, W> {

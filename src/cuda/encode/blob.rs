@@ -2,11 +2,11 @@
 
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::memory::PinnedBuffer;
-use crate::error::Result;
-use crate::format::BLOB_HEADER_SIZE;
 use crate::pair_files::NewBlob;
 use std::io::{self, Write};
 use std::sync::Arc;
+use tpde_core::error::Result;
+use tpde_core::format::BLOB_HEADER_SIZE;
 
 /// A blob that payloads are written to.
 pub(super) trait Blob: Write {

@@ -13,17 +13,17 @@ use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::{ChainNames, EncodeOptions, EncodeReport, check_options};
-use crate::error::Result;
-use crate::format::DIGEST_SIZE;
-use crate::index::ValidatedIndex;
 use crate::pair_files::NewPair;
 use crate::reader::Pair;
 use crate::safetensors::{check_composable, file_specs};
-use crate::source::Source;
 use crate::watch::{Watcher, progress_methods};
-use crate::writer::{FileSpec, PairBuilder};
 use std::path::{Path, PathBuf};
 use std::thread::Scope;
+use tpde_core::error::Result;
+use tpde_core::format::DIGEST_SIZE;
+use tpde_core::index::ValidatedIndex;
+use tpde_core::source::Source;
+use tpde_core::writer::{FileSpec, PairBuilder};
 
 /// Compares the digests in a new index.
 type CheckDigests<'a> = Box<dyn Fn(&ValidatedIndex) -> Result<()> + Send + Sync + 'a>;
@@ -232,7 +232,7 @@ impl<'a> Encode<'a> {
         let builder = PairBuilder::new(Vec::new(), "memory".into(), self.options.form())?;
         let (finished, report) = encode(&self.job(&self.effective_options()?), self.files()?, builder)?;
         self.check_read(&finished.index)?;
-        Ok((finished.into_pair()?, report))
+        Ok((finished.try_into()?, report))
     }
 
     /// Encodes the pair in memory, with the blob in pinned memory: the device copies the payloads to their places. When the pair is

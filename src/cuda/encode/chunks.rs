@@ -2,16 +2,16 @@
 
 use super::session::{Drained, Session};
 use super::source::Source;
-use crate::codec::conditioned::{ModelTables, estimated_size, shape, size_of_cost, tokens_within};
-use crate::codec::{Codec, TableSet};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::HashRange;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
 use crate::encode::{Plan, Trial, TrialResult, Way, low_bits};
-use crate::error::Result;
-use crate::format::BaseKind;
 use std::collections::HashMap;
 use std::sync::Arc;
+use tpde_core::codec::conditioned::{ModelTables, estimated_size, shape, size_of_cost, tokens_within};
+use tpde_core::codec::{Codec, TableSet};
+use tpde_core::error::Result;
+use tpde_core::format::BaseKind;
 use zerocopy::FromBytes;
 
 /// Lanes per block, for which the kernels keep a level of activity.
@@ -299,7 +299,7 @@ impl Chunk<'_> {
 
     /// The form of a payload without coded lanes.
     pub fn uncoded(&self) -> u8 {
-        let listed = crate::codec::conditioned::listed_bytes(self.state.changed as usize, self.plan().width() as usize);
+        let listed = tpde_core::codec::conditioned::listed_bytes(self.state.changed as usize, self.plan().width() as usize);
         if (listed as u64) < self.bytes() { form::LISTED } else { form::PLAIN }
     }
 

@@ -10,11 +10,11 @@ use super::source::{Lanes, Source};
 use crate::checkpoint::Checkpoint;
 use crate::cuda::hashes::{Hashes, PIECE};
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::digest;
 use crate::encode::{Plan, Selection};
-use crate::error::{Error, Result};
-use crate::format::DIGEST_SIZE;
 use std::collections::{BTreeMap, VecDeque};
+use tpde_core::digest;
+use tpde_core::error::{Error, Result};
+use tpde_core::format::DIGEST_SIZE;
 
 /// Digests of the tensors of a checkpoint, as far as they are known: BLAKE3-128 by name.
 pub(super) type Known = BTreeMap<String, [u8; DIGEST_SIZE]>;

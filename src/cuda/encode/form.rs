@@ -7,9 +7,9 @@ use crate::cuda::rows::Rows;
 use crate::cuda::runtime::driver::Kernel;
 use crate::cuda::runtime::memory::DeviceSlice;
 use crate::cuda::runtime::stream::Stream;
-use crate::error::{Error, Escaped, Result};
-use crate::lane::Dtype;
 use std::ops::Range;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::lane::Dtype;
 use zerocopy::{Immutable, IntoBytes};
 
 /// Number of lanes per part, the work of a block.

@@ -7,9 +7,9 @@ use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::EncodeOptions;
-use crate::error::Error;
 use crate::watch::Progress;
 use std::sync::Arc;
+use tpde_core::error::Error;
 
 /// What to encode, and how. See the methods of the builder.
 pub(super) struct Job<'a> {

@@ -3,17 +3,17 @@
 use super::chunks::{Chunk, Tables, Wave, states_in, tiles_of};
 use super::limits::Limits;
 use super::session::{Drained, Session};
-use crate::codec::conditioned::{size_of_cost, uncoded_bytes};
-use crate::codec::raw_size;
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::{HashLaunch, HashPlan};
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::digest;
-use crate::error::{Error, Result};
-use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader, DIGEST_SIZE, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
 use std::mem::offset_of;
 use std::ops::Range;
+use tpde_core::codec::conditioned::{size_of_cost, uncoded_bytes};
+use tpde_core::codec::raw_size;
+use tpde_core::digest;
+use tpde_core::error::{Error, Result};
+use tpde_core::format::{ChunkMetadata, ChunkSums, ConditionedHeader, DIGEST_SIZE, PAYLOAD_ALIGN};
 
 /// Payloads of consecutive chunks, one after the other, each with padding.
 pub(super) struct Payloads {

@@ -11,15 +11,15 @@ use super::source::Source;
 use super::train;
 use super::waves::Waves;
 use crate::checkpoint::Checkpoint;
-use crate::codec::Codec;
 use crate::cuda::runtime::driver::{Entered, RawEvent};
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
 use crate::encode::{Plan, Selection, check_holdable, check_options, report};
-use crate::error::{Error, Result};
-use crate::format::FormatVersion;
-use crate::writer::{FileSpec, Finished, PairBuilder};
 use std::sync::OnceLock;
+use tpde_core::codec::Codec;
+use tpde_core::error::{Error, Result};
+use tpde_core::format::FormatVersion;
+use tpde_core::writer::{FileSpec, Finished, PairBuilder};
 
 /// Encodes into `builder`. `files` describes the files that readers rebuild, if all tensors are encoded.
 pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: PairBuilder<W>) -> Result<(Finished<W>, EncodeReport)> {
@@ -160,8 +160,8 @@ mod tests {
     use crate::cuda::rows::Rows;
     use crate::cuda::runtime::memory::DeviceSlice;
     use crate::encode::Favor;
-    use crate::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
-    use crate::lane::Dtype;
+    use tpde_core::format::{BaseKind, MAX_CHUNK_BYTES, MIN_CHUNK_LANES_LOG2};
+    use tpde_core::lane::Dtype;
 
     /// A tensor of 3 GiB and its base, with or without gaps between rows.
     fn tensor(dtype: Dtype, chunk_lanes_log2: u8, rows: Option<Rows>) -> (Plan, Source) {

@@ -11,9 +11,9 @@ use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::EncodeKernels;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::stream::Stream;
-use crate::error::{Error, Result};
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
+use tpde_core::error::{Error, Result};
 use zerocopy::{Immutable, IntoBytes};
 
 /// A stream of the encoder. The host waits for its work before memory is freed or returned to the caller, also after an error.

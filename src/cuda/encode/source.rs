@@ -9,12 +9,12 @@ use crate::cuda::derived::{DerivedOnDevice, SourceTensor};
 use crate::cuda::rows::Rows;
 use crate::cuda::runtime::copies::CopyRows;
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::derived::Derived;
 use crate::encode::{Plan, Selection, Trial, low_bits};
-use crate::error::{Error, Escaped, Result};
-use crate::format::BaseKind;
-use crate::rectangle::Rectangle;
 use std::ops::Range;
+use tpde_core::derived::Derived;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::BaseKind;
+use tpde_core::rectangle::Rectangle;
 
 /// Alignment of copies without gaps, in bytes.
 const ALIGN: u64 = 16;

@@ -5,13 +5,13 @@ use crate::cuda::runtime::driver::RawEvent;
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::EncodeReport;
-use crate::error::{Error, Result};
 use crate::reader::Pair;
 use crate::watch::{Watch, Watcher};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
+use tpde_core::error::{Error, Result};
 
 /// What an encoding returns.
 type Outcome = Result<(Pair<PinnedBuffer>, EncodeReport)>;

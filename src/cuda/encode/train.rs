@@ -5,12 +5,12 @@ use super::chunks::{Tables, estimate, memory_of, survey_memory};
 use super::job::Job;
 use super::session::{Drained, Session};
 use super::source::Source;
-use crate::codec::conditioned::{Sample, tokens_within};
 use crate::cuda::abi;
 use crate::encode::{Group, PIECE, Pieces, Plan, Surveyor, Trial, TrialResult, choose_ways, group, low_bits, train_with};
-use crate::error::Result;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
+use tpde_core::codec::conditioned::{Sample, tokens_within};
+use tpde_core::error::Result;
 
 /// Maximum number of pieces per launch.
 const PIECES: usize = 2048;

@@ -10,12 +10,12 @@ use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
 use super::source::Source;
 use crate::cuda::runtime::driver::RawEvent;
-use crate::error::{Error, Result};
-use crate::writer::{FileSpec, Finished};
 use std::collections::VecDeque;
 use std::sync::OnceLock;
 use std::sync::mpsc::sync_channel;
 use std::{iter, thread};
+use tpde_core::error::{Error, Result};
+use tpde_core::writer::{FileSpec, Finished};
 
 /// Number of payloads that a thread makes before those before are copied. Dense waves have several, of up to [`Limits::payloads`]
 /// bytes each.

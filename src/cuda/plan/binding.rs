@@ -5,9 +5,9 @@ use crate::cuda::index::{TensorOnDevice, tensor_at};
 use crate::cuda::rows::Rows;
 use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::error::{Error, Escaped, Result};
-use crate::format::BaseKind;
 use crate::slice::Span;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::BaseKind;
 
 /// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
 ///

@@ -20,11 +20,11 @@ use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::DeviceSlice;
 use super::runtime::scratch::Scratch;
 use crate::apply::InPlace;
-use crate::codec::Codec;
-use crate::error::{Error, Result};
-use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use crate::reader::PayloadDigests;
 use std::sync::Arc;
+use tpde_core::codec::Codec;
+use tpde_core::error::{Error, Result};
+use tpde_core::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use zerocopy::IntoBytes;
 
 /// Maximum number of slices that are decoded concurrently. Each has a side stream.

@@ -5,11 +5,11 @@ use crate::apply::InPlace;
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::error::{Error, Escaped, Result};
-use crate::source::Source;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::source::Source;
 
 /// Destination of an application: out of place or in place. Every mode makes the same [checks](crate::cuda#what-is-checked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,13 +1,13 @@
 //! The schedule of an application: the order of its chunks, and the offsets of their payloads in staging memory.
 
 use super::binding::Binding;
-use crate::codec::{Codec, raw_size};
 use crate::cuda::index::{DeviceIndex, TensorOnDevice};
 use crate::cuda::runtime::kernels::{Decoder, Variant};
-use crate::error::{Error, Escaped, Result};
-use crate::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use std::cmp::Reverse;
 use std::ops::Range;
+use tpde_core::codec::{Codec, raw_size};
+use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::format::{ChunkMetadata, PAYLOAD_ALIGN};
 
 /// Kernel of a chunk, and form of its payload in device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -10,9 +10,9 @@ use crate::cuda::hashes::{HashPlan, HashRange, HashSlice, PIECE};
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::rows::tensor_rows;
 use crate::cuda::runtime::layout::MEMORY_ALIGN;
-use crate::error::Result;
-use crate::format::DIGEST_SIZE;
 use std::collections::BTreeMap;
+use tpde_core::error::Result;
+use tpde_core::format::DIGEST_SIZE;
 use zerocopy::IntoBytes;
 
 /// Maximum size of the targets of a batch in bytes, except that a batch has at least one chunk. Scratch memory holds two batches.

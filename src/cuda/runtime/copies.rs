@@ -2,9 +2,9 @@
 
 use super::calls;
 use super::driver::{Entered, RawStream, check};
-use crate::error::Result;
 use cudarc::driver::sys;
 use std::ptr;
+use tpde_core::error::Result;
 
 /// Maximum distance of rows that the driver copies in one call. Every device supports this one.
 const MAX_PITCH: u64 = i32::MAX as u64;

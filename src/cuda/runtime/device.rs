@@ -6,12 +6,12 @@ use super::inner::Inner;
 use super::kernels::Kernels;
 use super::memory::{Allocation, DeviceSlice, PinnedBuffer, same_length};
 use super::stream::Stream;
-use crate::error::Result;
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tpde_core::error::Result;
 
 /// Time spent on opening a device. Later calls do not repeat this work.
 #[derive(Debug, Clone, Copy, serde::Serialize)]

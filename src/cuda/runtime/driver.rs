@@ -4,11 +4,11 @@
 //! pops it when it is dropped. The caller's current context is unchanged afterwards.
 
 use super::calls::{self, Code};
-use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr;
+use tpde_core::error::{Error, Result};
 
 /// The kernels' PTX (ISA 8.4) needs CUDA 12.4, which is driver 550.
 const MIN_VERSION: c_int = 12_040;

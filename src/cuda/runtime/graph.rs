@@ -2,12 +2,12 @@
 
 use super::calls;
 use super::driver::{Entered, RawStream, check};
-use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tpde_core::error::{Error, Result};
 
 /// A graph that a stream was captured into.
 #[derive(Debug)]

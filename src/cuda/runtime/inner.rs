@@ -7,9 +7,9 @@ use super::pools::Pools;
 use super::scratch::Scratch;
 use super::staging::StagingRing;
 use crate::cuda::abi;
-use crate::error::Result;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::error::Result;
 
 /// An opened device.
 pub(in crate::cuda) struct Inner {

@@ -2,8 +2,8 @@
 
 use super::driver::{Context, Entered, Kernel, Module};
 use crate::cuda::abi;
-use crate::error::Result;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::error::Result;
 
 const RAW_PTX: &str = include_str!("../../../kernels/ptx/raw.ptx");
 const CONDITIONED_PTX: &str = include_str!("../../../kernels/ptx/conditioned.ptx");

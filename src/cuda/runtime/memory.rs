@@ -3,11 +3,12 @@
 use super::driver::Entered;
 use super::inner::Inner;
 use super::layout::MEMORY_ALIGN;
-use crate::error::{Error, Result};
-use crate::source::{self, Source};
+use tpde_core::error::{Error, Result};
+
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use tpde_core::source::{Source, slice};
 
 /// Owned device memory. It is freed when all work that the reaper waits for has completed.
 pub(in crate::cuda) struct Allocation {
@@ -204,7 +205,7 @@ impl Source for PinnedBuffer {
     }
 
     fn bytes<'a>(&'a self, offset: u64, size: usize, _: &'a mut Vec<u8>) -> Result<&'a [u8]> {
-        source::slice(self, offset, size)
+        slice(self, offset, size)
     }
 
     fn in_memory(&self) -> Option<&[u8]> {

@@ -6,11 +6,11 @@
 
 use super::calls;
 use super::driver::{Entered, OwnStream, RawEvent, RawStream, check};
-use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, PoisonError};
+use tpde_core::error::{Error, Result};
 
 /// Capacities of pinned memory are powers of two up to this size in bytes, and multiples of it above.
 const PINNED_STEP: usize = 64 << 20;

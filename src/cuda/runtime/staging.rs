@@ -3,10 +3,10 @@
 use super::calls;
 use super::copies;
 use super::driver::{self, Entered, RawEvent, RawStream, check};
-use crate::error::{Error, Result};
 use cudarc::driver::sys;
 use rayon::prelude::*;
 use std::ptr::{self, NonNull};
+use tpde_core::error::{Error, Result};
 
 /// Number of slots. While a slot is copied, the next slots are filled.
 const SLOTS: usize = 8;

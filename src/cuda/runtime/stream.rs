@@ -6,9 +6,9 @@ use super::driver::{self, Entered, RawEvent, RawStream};
 use super::graph::{self, Graph};
 use super::inner::Inner;
 use super::memory::{DeviceSlice, PinnedBuffer, same_length};
-use crate::error::{Error, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
+use tpde_core::error::{Error, Result};
 
 /// A stream: a queue of work on a device. It belongs to this crate or to the caller.
 #[derive(Debug)]

@@ -1,8 +1,8 @@
 //! The layout of shared structs, as the device compiler sees them.
 
 use super::super::abi::{self, DeviceTensor, Launch, TensorForm, TensorRows, mode};
-use crate::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
 use std::mem::offset_of;
+use tpde_core::format::{ChunkMetadata, ChunkSums, ConditionedHeader};
 
 macro_rules! words {
     ($($type:ident { $($field:ident),+ $(,)? })+) => {

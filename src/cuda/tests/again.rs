@@ -9,10 +9,10 @@ use super::stand_in;
 use super::vectors::MODES;
 use crate::Codec;
 use crate::apply::InPlace;
-use crate::error::{Error, Result, Rule};
-use crate::source::Source;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::source::Source;
 
 const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
 /// Small, so that each chunk is a slice.

@@ -8,14 +8,14 @@ use super::laid::{Laid, Route, payloads, prepare, prepare_in_slices};
 use super::stand_in;
 use super::vectors::MODES;
 use crate::apply::InPlace;
-use crate::error::{Error, Result};
-use crate::lane::Dtype;
-use crate::source::Source;
 use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 use cudarc::driver::sys;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+use tpde_core::error::{Error, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::source::Source;
 
 /// A kernel that spins for a number of nanoseconds. On the stand-in it spins until a call waits for it.
 const SPIN: &str = "
@@ -500,6 +500,6 @@ fn memory_that_overlaps_is_refused_and_the_same_twice_is_decoded_once() {
     assert!(found == sample.target[0]);
     // A second application finds that the base already is the target.
     let again = prepare(&index, &twice[..1], Mode::InPlace(InPlace::AllChecked), blob()).unwrap().launch(&stream).unwrap().wait();
-    assert_eq!(again.unwrap_err().rule(), Some(crate::error::Rule::ChunkBaseSum));
+    assert_eq!(again.unwrap_err().rule(), Some(tpde_core::error::Rule::ChunkBaseSum));
     eprintln!("overlaps are refused");
 }

@@ -6,14 +6,14 @@ use super::is_idle;
 use super::laid::{Route, payloads, read, written};
 use super::stand_in;
 use crate::apply::InPlace;
-use crate::error::{Error, Result, Rule};
-use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
-use crate::source::Source;
 use crate::{Codec, CodecChoice, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
+use tpde_core::source::Source;
 
 const ROWS: u64 = 40;
 const COLUMNS: u64 = 192;

@@ -8,12 +8,12 @@ use super::stand_in;
 use crate::apply::InPlace;
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
 use crate::cut::Formed;
-use crate::derived::BaseForm;
-use crate::error::{Error, Rule};
-use crate::index::Tensor;
-use crate::lane::Dtype;
-use crate::rectangle::{Rectangle, Runs};
 use crate::{Apply, Codec, Encode, EncodeOptions, Pair};
+use tpde_core::derived::BaseForm;
+use tpde_core::error::{Error, Rule};
+use tpde_core::index::Tensor;
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::{Rectangle, Runs};
 
 pub type Owned = (TensorInfo, Vec<u8>);
 

@@ -7,10 +7,10 @@
 use super::super::{Application, ApplyPlan, Binding, DeviceIndex, Mode, Payloads};
 use super::derived::{Given, given, sources_of};
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
-use crate::derived::BaseForm;
-use crate::lane::Dtype;
 use crate::{Codec, Encode, EncodeOptions, Pair, SafetensorsCheckpoint};
 use std::path::PathBuf;
+use tpde_core::derived::BaseForm;
+use tpde_core::lane::Dtype;
 
 /// Number of copies of each tensor.
 const COPIES: usize = 24;
@@ -124,7 +124,7 @@ fn measure_with(chunk_lanes: u64, what: &str, base: &[(TensorInfo, Vec<u8>)], ta
         base.read(place, 0, &mut bytes).unwrap();
         bytes
     };
-    let bind = |tensor: crate::index::Tensor<'_>| {
+    let bind = |tensor: tpde_core::index::Tensor<'_>| {
         let output = device.alloc(tensor.bytes()).unwrap();
         match sources_of(&tensor, &base) {
             None => Binding::out_of_place(tensor.place, Some(put(&read(tensor.base_name))), output),

@@ -8,15 +8,15 @@ use super::stand_in;
 use super::vectors::MODES;
 use crate::apply::InPlace;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
-use crate::codec::{Codec, Encoded};
-use crate::digest;
-use crate::error::{Error, Rule};
-use crate::format::{BaseKind, Form, FormatVersion};
-use crate::lane::Dtype;
 use crate::reader::{Pair, PayloadDigests};
-use crate::writer::{PairBuilder, TensorSpec};
 use crate::{Encode, EncodeOptions};
 use std::sync::Arc;
+use tpde_core::codec::{Codec, Encoded};
+use tpde_core::digest;
+use tpde_core::error::{Error, Rule};
+use tpde_core::format::{BaseKind, Form, FormatVersion};
+use tpde_core::lane::Dtype;
+use tpde_core::writer::{PairBuilder, TensorSpec};
 
 const WITH_LIST: Form = Form { version: FormatVersion::V1_2, payload_digests: true };
 const WITH_ROOT: Form = Form { version: FormatVersion::V1_2, payload_digests: false };
@@ -88,7 +88,7 @@ fn pair_with(cases: &[(Case, Vec<u8>)], form: Form, forged: Option<usize>, other
         }
         builder.end_tensor(Some(blake3::hash(&case.base)), blake3::hash(&target));
     }
-    builder.finish().unwrap().into_pair().unwrap()
+    builder.finish().unwrap().try_into().unwrap()
 }
 
 fn base_of(cases: &[(Case, Vec<u8>)]) -> MemoryCheckpoint<'_> {

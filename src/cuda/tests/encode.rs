@@ -5,7 +5,6 @@ use super::super::{DeviceCheckpoint, Encode, Encoder};
 use super::cases::{Random, random_lanes};
 use super::stand_in;
 use crate::encode::Favor;
-use crate::lane::Dtype;
 use crate::{
     BaseKind, Checkpoint, Codec, CodecChoice, EncodeOptions, Error, FormatVersion, MemoryCheckpoint, Pair, SafetensorsCheckpoint,
     TensorInfo,
@@ -13,6 +12,7 @@ use crate::{
 use std::path::PathBuf;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
+use tpde_core::lane::Dtype;
 
 /// Tensors of base and target, by name.
 #[derive(Default)]

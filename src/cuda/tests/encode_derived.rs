@@ -6,10 +6,10 @@ use super::derived::{Given, Owned, all, cast, memory, quantised};
 use super::encode::{Tensors, compare};
 use super::generated::Random;
 use super::stand_in;
-use crate::derived::BaseForm;
 use crate::encode::Favor;
-use crate::lane::Dtype;
 use crate::{Checkpoint, Codec, CodecChoice, EncodeOptions, Error, FormatVersion, Rectangle};
+use tpde_core::derived::BaseForm;
+use tpde_core::lane::Dtype;
 
 /// The tensors that are given, of whose lanes one in `rarity` changes.
 fn tensors_of(all: impl IntoIterator<Item = Given>, rarity: usize) -> Tensors {

@@ -4,9 +4,9 @@ use super::super::encode::Limits;
 use super::super::{Device, DeviceCheckpoint, Encode, Encoder};
 use super::cases::{Random, random_lanes};
 use super::stand_in;
-use crate::lane::Dtype;
 use crate::{Codec, EncodeOptions, Error, MemoryCheckpoint, TensorInfo};
 use tempfile::TempDir;
+use tpde_core::lane::Dtype;
 
 /// Maximum number of calls of a function that are refused, one per encoding.
 const CALLS: u64 = 24;

@@ -5,10 +5,10 @@ use super::super::{DeviceCheckpoint, Encode, TensorSlice, abi};
 use super::cases::{Random, random_lanes};
 use super::encode::compare;
 use super::stand_in;
-use crate::codec::conditioned::tokens_within;
 use crate::encode::low_bits;
-use crate::lane::Dtype;
 use crate::{Codec, EncodeOptions, MemoryCheckpoint, Rectangle, TensorInfo};
+use tpde_core::codec::conditioned::tokens_within;
+use tpde_core::lane::Dtype;
 
 /// Size in bytes of a table set on the device.
 const TABLES: u64 = 44_352;

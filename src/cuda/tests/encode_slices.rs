@@ -5,8 +5,8 @@ use super::super::{DeviceCheckpoint, Encode, TensorSlice};
 use super::cases::{Random, random_lanes};
 use super::encode::compare;
 use super::stand_in;
-use crate::lane::Dtype;
 use crate::{Checkpoint, Codec, EncodeOptions, Error, Rectangle, Slice, SliceCheckpoint, TensorInfo};
+use tpde_core::lane::Dtype;
 
 /// Slices of one checkpoint, in rows of a larger memory.
 #[derive(Default)]

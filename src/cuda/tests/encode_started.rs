@@ -5,10 +5,10 @@ use super::super::{DeviceCheckpoint, DeviceSlice, Encode, Encoder, Stream};
 use super::asynchronous::{spin, spinner};
 use super::cases::{Random, random_lanes};
 use super::stand_in;
-use crate::lane::Dtype;
 use crate::{Codec, EncodeOptions, Error, MemoryCheckpoint, Pair, TensorInfo, Watch};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::thread;
+use tpde_core::lane::Dtype;
 
 /// Base and target on the device, and their pair.
 struct Sample {
@@ -154,7 +154,7 @@ fn payloads_do_not_wait_for_digests() {
     let target = DeviceCheckpoint::new(device, [(info, memory.clone())]).unwrap();
     let watch = Overwriting(&memory);
     let (pair, _) = Encode::new(&target).base(&sample.base).options(options()).watch(&watch).to_pinned().unwrap();
-    let digest = |bytes: &[u8]| crate::digest::short(&blake3::hash(bytes));
+    let digest = |bytes: &[u8]| tpde_core::digest::short(&blake3::hash(bytes));
     let found = *pair.index().tensors().next().unwrap().target_digest();
     assert!(found != digest(&content), "the tensor was hashed before its payload was reported");
     assert_eq!(found, digest(&vec![0; bytes]));

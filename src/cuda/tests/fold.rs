@@ -7,10 +7,6 @@ use super::generated::{Random, lanes};
 use super::stand_in;
 use crate::chain::Chain;
 use crate::checkpoint::Checkpoint;
-use crate::derived::BaseForm;
-use crate::error::{Error, Result, Rule};
-use crate::lane::Dtype;
-use crate::rectangle::Rectangle;
 use crate::watch::Watch;
 use crate::{
     Codec, CodecChoice, EncodeOptions, FormatVersion, MemoryCheckpoint, Pair, PairPaths, SafetensorsCheckpoint, TensorInfo,
@@ -19,6 +15,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
+use tpde_core::derived::BaseForm;
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
 
 pub type InMemory = Pair<Vec<u8>>;
 

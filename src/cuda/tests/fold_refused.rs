@@ -5,12 +5,12 @@ use super::derived::memory;
 use super::fold::{Place, Stop};
 use super::is_idle;
 use crate::chain::Chain;
-use crate::error::{Error, Rule};
 use crate::{Codec, EncodeOptions};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use tpde_core::error::{Error, Rule};
 
 /// The last version on the device must have the digests of the last pair. Tensors and parts that the pair lacks are not compared.
 #[test]

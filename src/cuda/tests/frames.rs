@@ -5,9 +5,9 @@ use super::generated::{Random, lanes};
 use super::laid::{Route, apply};
 use super::stand_in;
 use super::vectors::MODES;
-use crate::codec::Layout;
-use crate::lane::Dtype;
 use crate::{Codec, Encode, EncodeOptions, Error, Limits, MemoryCheckpoint, Pair, TensorInfo, ValidatedIndex};
+use tpde_core::codec::Layout;
+use tpde_core::lane::Dtype;
 
 const ROUTES: [Route; 3] = [Route::Host, Route::Pinned, Route::Device];
 
@@ -93,7 +93,7 @@ fn a_damaged_frame_does_not_reach_nvcomp() {
                 error => error,
             };
             let Error::Invalid(invalid) = &error else { panic!("{error}") };
-            assert_eq!((invalid.rule, invalid.at.chunk), (crate::error::Rule::PayloadCrc32, Some(chunk as u32)), "{error}");
+            assert_eq!((invalid.rule, invalid.at.chunk), (tpde_core::error::Rule::PayloadCrc32, Some(chunk as u32)), "{error}");
             refused += 1;
         }
     }

@@ -4,8 +4,8 @@ use super::super::DeviceIndex;
 use super::laid::{apply, routes};
 use super::stand_in;
 use super::vectors::MODES;
-use crate::lane::Dtype;
 use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
+use tpde_core::lane::Dtype;
 
 /// Deterministic pseudo-random numbers.
 pub struct Random(pub u64);

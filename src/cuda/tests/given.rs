@@ -5,9 +5,9 @@ use super::generated::{Random, lanes};
 use super::laid::{Laid, Route, payloads, prepare, routes, written};
 use super::vectors::MODES;
 use crate::apply::InPlace;
-use crate::error::Error;
-use crate::lane::Dtype;
 use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
+use tpde_core::error::Error;
+use tpde_core::lane::Dtype;
 
 /// A pair with its base and target tensors, by index.
 struct Made {

@@ -7,11 +7,11 @@ use super::laid::{Laid, Route, payloads};
 use super::stand_in;
 use crate::apply::InPlace;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
-use crate::codec::Encoded;
-use crate::format::{BaseKind, Form, FormatVersion};
 use crate::reader::Pair;
-use crate::writer::{PairBuilder, TensorSpec};
 use std::sync::Arc;
+use tpde_core::codec::Encoded;
+use tpde_core::format::{BaseKind, Form, FormatVersion};
+use tpde_core::writer::{PairBuilder, TensorSpec};
 
 /// Number of cases per pair. One launch decodes all cases of a pair.
 const BATCH: usize = 2000;
@@ -54,7 +54,7 @@ fn pair_of(cases: &[Hostile]) -> Pair<Vec<u8>> {
             finished.blob[at..][..stored.len()].copy_from_slice(stored);
         }
     }
-    finished.into_pair().unwrap()
+    finished.try_into().unwrap()
 }
 
 /// Runs a batch in a mode, and compares every verdict and every output. Differences are appended to `wrong`.

@@ -3,13 +3,13 @@
 use super::super::{Application, ApplyPlan, Binding, Device, DeviceIndex, DeviceSlice, Mode, Payloads, Rows};
 use super::derived::{formed_of, sources_of};
 use crate::checkpoint::Checkpoint;
-use crate::codec::Codec;
-use crate::error::Result;
-use crate::format::BaseKind;
-use crate::index::{Tensor, ValidatedIndex};
 use crate::reader::Pair;
 use std::ops::Range;
 use std::sync::Arc;
+use tpde_core::codec::Codec;
+use tpde_core::error::Result;
+use tpde_core::format::BaseKind;
+use tpde_core::index::{Tensor, ValidatedIndex};
 
 /// Filler between tensors, and of unwritten memory.
 const CANARY: u8 = 0xC5;

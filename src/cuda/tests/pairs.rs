@@ -20,7 +20,7 @@ fn real_pairs_give_the_target_bit_for_bit() {
         let stem = folder.join(target);
         let pair = match (Pair::open(&stem), open(target)) {
             (Ok(pair), _) => {
-                use crate::source::Source;
+                use tpde_core::source::Source;
                 let mut blob = vec![0; pair.blob().size() as usize];
                 pair.blob().read(0, &mut blob).unwrap();
                 let index = pair.index().as_bytes().to_vec();

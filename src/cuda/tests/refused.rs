@@ -9,14 +9,14 @@ use super::laid::{Laid, Route, payloads, prepare_in_slices};
 use super::stand_in::{self, Refusal};
 use super::vectors::MODES;
 use crate::apply::InPlace;
-use crate::error::{Error, Result};
-use crate::lane::Dtype;
-use crate::source::Source;
 use crate::{Codec, Encode, EncodeOptions, MemoryCheckpoint, Pair, TensorInfo};
 use cudarc::driver::sys;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tpde_core::error::{Error, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::source::Source;
 
 /// A tensor of several chunks.
 pub struct Sample {

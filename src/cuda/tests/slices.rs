@@ -9,11 +9,11 @@ use super::stand_in;
 use super::vectors::MODES;
 use crate::apply::InPlace;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
-use crate::error::{Error, Result};
-use crate::lane::Dtype;
 use crate::reader::{Pair, PayloadDigests};
-use crate::rectangle::Rectangle;
 use crate::{Apply, Codec, CodecChoice, Encode, EncodeOptions};
+use tpde_core::error::{Error, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::rectangle::Rectangle;
 
 const HIDDEN: usize = 192;
 const CANARY: u8 = 0xC5;

@@ -3,11 +3,11 @@
 use super::super::{Device, DeviceIndex, Mode};
 use super::laid::{apply, routes};
 use crate::apply::InPlace;
-use crate::error::{Error, Rule};
 use crate::{Apply, Checkpoint, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use tpde_core::error::{Error, Rule};
 
 pub const MODES: [Mode; 3] = [Mode::OutOfPlace, Mode::InPlace(InPlace::AllChecked), Mode::InPlace(InPlace::ChunkByChunk)];
 

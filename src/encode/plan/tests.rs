@@ -1,9 +1,9 @@
 use super::*;
 use crate::MemoryCheckpoint;
 use crate::encode::encode;
-use crate::format::{FileKind, Section};
-use crate::writer::{Finished, PairBuilder};
 use std::collections::BTreeMap;
+use tpde_core::format::{FileKind, Section};
+use tpde_core::writer::{Finished, PairBuilder};
 
 #[test]
 fn sizes_of_tables_are_known_before_the_work() {
@@ -29,7 +29,7 @@ fn sizes_of_tables_are_known_before_the_work() {
         name: name.into(),
         kind,
         content_size: content.len() as u64,
-        content_digest: crate::digest::short(&blake3::hash(&content)),
+        content_digest: tpde_core::digest::short(&blake3::hash(&content)),
         content,
     };
     let files = [

@@ -2,11 +2,11 @@
 
 use super::writer::{Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
-use crate::codec::TableSet;
-use crate::codec::conditioned::tokens_within;
-use crate::error::Rule;
-use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 use std::cell::RefCell;
+use tpde_core::codec::TableSet;
+use tpde_core::codec::conditioned::tokens_within;
+use tpde_core::error::Rule;
+use tpde_core::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 
 /// A chunk, and the rule that it violates. `None` if the chunk is valid.
 pub struct Fault {

@@ -2,8 +2,8 @@
 
 use super::shapes::{Shape, case_of};
 use super::{Case, Random, random_lanes};
-use crate::codec::Codec;
-use crate::error::Rule;
+use tpde_core::codec::Codec;
+use tpde_core::error::Rule;
 
 /// A chunk with an arbitrary payload, and the verdict of the processor.
 pub struct Hostile {

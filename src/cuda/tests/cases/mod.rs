@@ -5,11 +5,11 @@ pub mod hostile;
 pub mod shapes;
 pub mod writer;
 
-use crate::codec::conditioned::{Sample, Trainer};
-use crate::codec::{ChunkDecoder, ChunkEncoder, Codec, Coding, DecodeCost, Encoded, EncodedChunk, TableSet};
-use crate::error::Rule;
-use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
-use crate::sums::chunk_sum;
+use tpde_core::codec::conditioned::{Sample, Trainer};
+use tpde_core::codec::{ChunkDecoder, ChunkEncoder, Codec, Coding, DecodeCost, Encoded, EncodedChunk, TableSet};
+use tpde_core::error::Rule;
+use tpde_core::lane::{Dtype, Lane, lanes_of_mut, with_lane};
+use tpde_core::sums::chunk_sum;
 
 /// Deterministic pseudo-random numbers.
 pub struct Random(pub u64);

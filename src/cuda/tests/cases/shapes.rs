@@ -2,7 +2,7 @@
 
 use super::writer::{BLOCK, Plan, random_set, tile, write};
 use super::{Case, Random, random_lanes};
-use crate::lane::{Dtype, Lane, lanes_of_mut, with_lane};
+use tpde_core::lane::{Dtype, Lane, lanes_of_mut, with_lane};
 
 /// Shape of a generated payload. A seed determines the other choices.
 #[derive(Debug, Clone, Copy)]

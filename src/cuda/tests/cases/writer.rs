@@ -1,10 +1,10 @@
 //! A writer of payloads of codec `conditioned`. The caller makes every choice that the format allows.
 
 use super::Random;
-use crate::codec::TableSet;
-use crate::codec::conditioned::{token_of, tokens_within};
-use crate::format::ConditionedHeader;
-use crate::lane::{Context, Dtype, Lane, lanes_of, with_lane};
+use tpde_core::codec::TableSet;
+use tpde_core::codec::conditioned::{token_of, tokens_within};
+use tpde_core::format::ConditionedHeader;
+use tpde_core::lane::{Context, Dtype, Lane, lanes_of, with_lane};
 use zerocopy::IntoBytes;
 
 /// Lanes per block, which share one activity.

@@ -6,9 +6,9 @@ use super::emulator::{Cases, Chunk, Source};
 use super::{ROWS, SHIFTS, chunks_of, long_or_short, rows_and_turns};
 use crate::Codec;
 use crate::cuda::abi::TensorForm;
-use crate::floats::cast_lanes;
-use crate::lane::Dtype;
 use std::collections::BTreeMap;
+use tpde_core::floats::cast_lanes;
+use tpde_core::lane::Dtype;
 
 /// A chunk whose base lanes are cast from F32 to BF16: those of the case, but for signalling NaNs, which no cast gives. `None` if
 /// the case is not of BF16, or not all lanes have a base.

@@ -1,14 +1,14 @@
 //! Case files, and the program that runs kernels on them (`kernels/emulator`).
 
 use super::super::cases::Case;
-use crate::codec::Codec;
 use crate::cuda::abi::{self, DeviceTensor, FLAG_NO_CRC, NO_TABLES, TensorForm};
 use crate::cuda::index::tables_of;
-use crate::error::Rule;
-use crate::format::{ChunkMetadata, ChunkSums};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
+use tpde_core::codec::Codec;
+use tpde_core::error::Rule;
+use tpde_core::format::{ChunkMetadata, ChunkSums};
 use zerocopy::IntoBytes;
 
 /// A chunk, its expected target, and the correct status words.

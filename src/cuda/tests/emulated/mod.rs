@@ -12,10 +12,10 @@ use super::cases::{Case, Random, faults, hostile, is_same_kind, random_lanes};
 use super::derived::sources_of;
 use super::laid::base_of;
 use super::vectors;
-use crate::codec::{Codec, Encoded, RawTranscoder};
-use crate::format::BaseKind;
-use crate::lane::Dtype;
 use crate::{Checkpoint, Pair};
+use tpde_core::codec::{Codec, Encoded, RawTranscoder};
+use tpde_core::format::BaseKind;
+use tpde_core::lane::Dtype;
 
 /// Alignments of tensors: at multiples of 64 bytes, and at arbitrary lanes. The offsets of base and output are equal or
 /// different.
