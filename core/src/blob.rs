@@ -2,12 +2,16 @@
 
 #![forbid(unsafe_code)]
 
+use crate::codec::{ChunkDecoder, Encoded, EncodedChunk};
 use crate::digest;
 use crate::error::{Error, Result, Rule, hex};
 use crate::format::{
     BLOB_HEADER_CRC_SPAN, BLOB_HEADER_SIZE, BLOB_MAGIC, BlobHeader, ChunkMetadata, DIGEST_SIZE, PAYLOAD_ALIGN, VERSION_MAJOR,
 };
-use crate::index::ValidatedIndex;
+use crate::index::{Tensor, ValidatedIndex};
+use crate::source::Source;
+use crate::sums::chunk_sum;
+use alloc::vec::Vec;
 use binrw::BinRead;
 use binrw::io::Cursor;
 
@@ -66,4 +70,51 @@ pub fn check_payload<'a>(
     }
     Rule::PayloadPadding.check(padding.iter().all(|&b| b == 0), "zeros after the payload", "other bytes").map_err(at)?;
     Ok(payload)
+}
+
+/// Turns the base lanes of a chunk into its target lanes, in place. Compares CRC, digest if the index stores it, padding, base sum and
+/// target sum. `tensor` is an entry of `index`, and `chunk` is one of its chunks.
+///
+/// A codec can detect no fault of a payload that gives the right sum by chance. When all chunks of a tensor are decoded, compare its
+/// digest: [`Tensor::check_target`].
+///
+/// # Errors
+/// - [`Error::InvalidArgument`] if `chunk` is not one of the tensor, or `lanes` has another size than the chunk.
+/// - [`Error::Invalid`] with rule `chunk.base_sum` if the base lanes are not those that the pair was made from. `lanes` is unchanged.
+/// - [`Error::Invalid`] with another rule if the payload is damaged. `lanes` is then a mixture of base lanes and target lanes.
+/// - The errors of [`Source::bytes`].
+pub fn decode_chunk(
+    index: &ValidatedIndex,
+    tensor: &Tensor<'_>,
+    chunk: u32,
+    blob: &(impl Source + ?Sized),
+    decoder: &mut ChunkDecoder,
+    lanes: &mut [u8],
+) -> Result<()> {
+    let (Some(record), Some(sums), true) =
+        (index.records().get(chunk as usize), index.sums().get(chunk as usize), tensor.chunks().contains(&chunk))
+    else {
+        return Err(Error::InvalidArgument(alloc::format!("chunk {chunk} of a tensor with chunks {:?}", tensor.chunks())));
+    };
+    let range = tensor.chunk_range(chunk);
+    let expected = (range.end - range.start) * tensor.lane_bytes() as u64;
+    if lanes.len() as u64 != expected {
+        return Err(Error::InvalidArgument(alloc::format!("{} bytes for a chunk of {expected}", lanes.len())));
+    }
+    let (base_sum, target_sum) = (sums.base_sum.get(), sums.target_sum.get());
+    let found = chunk_sum(lanes);
+    let at = |e: Error| e.in_chunk(chunk).in_tensor(tensor.name);
+    Rule::ChunkBaseSum.check(found == base_sum, format_args!("{base_sum:016x}"), format_args!("{found:016x}")).map_err(at)?;
+    let mut scratch = Vec::new();
+    let stored = blob.bytes(record.blob_offset.get(), stored_size(record), &mut scratch)?;
+    let digest = index.payload_list().map(|list| &list[chunk as usize]);
+    let payload = check_payload(stored, record, digest, chunk).map_err(at)?;
+    if record.num_deltas.get() == 0 {
+        return Ok(()); // the index has equal sums for an unchanged chunk
+    }
+    let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+    let (codec, dtype, tables) = (tensor.codec, tensor.dtype, tensor.tables);
+    let chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum };
+    let sum = decoder.decode(&chunk, lanes, &mut |_, _| Ok(())).map_err(at)?;
+    Rule::ChunkTargetSum.check(sum == target_sum, format_args!("{target_sum:016x}"), format_args!("{sum:016x}")).map_err(at)
 }

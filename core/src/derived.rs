@@ -26,7 +26,7 @@ pub const MXFP4_BLOCK_BYTES: u64 = 16;
 /// Number of rows, and of columns, of a block of `fp8_blocks`.
 pub const FP8_BLOCK: u64 = 128;
 
-/// The tensors from which base lanes are formed. Part of a [`Tensor`](crate::Tensor) with base kind `cast` or `dequantised`.
+/// The tensors from which base lanes are formed. Part of a [`Tensor`](crate::index::Tensor) with base kind `cast` or `dequantised`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Derived<'a> {
     /// Dtype of the base tensor.

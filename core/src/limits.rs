@@ -51,7 +51,7 @@ impl Default for Limits {
     }
 }
 
-/// Options for opening a pair: [`Pair::open_with`](crate::Pair::open_with).
+/// Options for opening a pair: limits, and the expected pair digest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpenOptions {

@@ -33,7 +33,7 @@ impl Rectangle {
     /// or rank.
     ///
     /// ```
-    /// # use tpde::Rectangle;
+    /// # use tpde_core::rectangle::Rectangle;
     /// let rows = |rank| Some(Rectangle::whole(&[5, 8]).shard(0, 4, rank)?.extent[0]);
     /// assert_eq!([0, 1, 2, 3, 4].map(rows), [Some(2), Some(2), Some(1), Some(0), None]);
     /// ```
@@ -51,7 +51,7 @@ impl Rectangle {
     /// The elements that both rectangles have. `None` if they have none in common, or if their numbers of dimensions differ.
     ///
     /// ```
-    /// # use tpde::Rectangle;
+    /// # use tpde_core::rectangle::Rectangle;
     /// let rows = Rectangle::new([2, 0], [4, 8]);
     /// let columns = Rectangle::new([0, 4], [8, 2]);
     /// assert_eq!(rows.intersection(&columns), Some(Rectangle::new([2, 4], [4, 2])));

@@ -7,7 +7,7 @@ use crate::lane::Lane;
 use zerocopy::FromBytes;
 use zerocopy::little_endian::U32;
 
-/// Words per row. A word has the weight P[row] · Q[column].
+/// Words per row. A word has the weight `P[row] · Q[column]`.
 pub const ROW: usize = 1024;
 
 const fn mix(x: u64) -> u64 {

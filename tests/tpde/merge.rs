@@ -294,7 +294,7 @@ fn a_payload_that_the_pair_digest_does_not_cover_is_not_copied() {
         (FormatVersion::V1_1, false, None),
     ] {
         let (index, mut blob) = damageable(version, digests);
-        let record = records(opened(&index, &blob).index())[1];
+        let record = opened(&index, &blob).index().records()[1];
         let payload = &mut blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];
         let crc = crc32fast::hash(payload);
         // A multiple of the polynomial of CRC-32, in its bit order.

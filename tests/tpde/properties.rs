@@ -653,7 +653,7 @@ fn tensors_beyond_32_bits_are_located_and_decoded() {
             }
             let digest = blake3::hash(b"");
             builder.end_tensor((base_kind != BaseKind::None).then_some(digest), digest);
-            let pair = builder.finish().unwrap().try_into().unwrap();
+            let pair = Pair::try_from(builder.finish().unwrap()).unwrap();
 
             let tensor = pair.index().find("w").unwrap();
             assert_eq!((tensor.lanes, u64::from(tensor.chunk_count)), (lanes, last + 1));

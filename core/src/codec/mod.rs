@@ -66,7 +66,7 @@ impl Codec {
     /// index. Nothing is decoded, so streams and frames can still be invalid.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the rule that the payload violates.
+    /// [`Error::Invalid`](crate::error::Error::Invalid) with the rule that the payload violates.
     pub fn parts(
         self,
         payload: &[u8],
@@ -113,7 +113,7 @@ impl ChunkEncoder {
     /// Creates an encoder for all codecs.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library refuses a parameter.
+    /// [`Error::InvalidArgument`](crate::error::Error::InvalidArgument) if the zstd library refuses a parameter.
     pub fn new() -> Result<Self> {
         Ok(Self { zstd: zstd::Encoder::new()?, conditioned: conditioned::Encoder::default(), masks: Vec::new() })
     }
@@ -123,7 +123,7 @@ impl ChunkEncoder {
     /// `base` and `target` are the chunk's lanes as bytes, of equal length, at most 4 MiB.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if the zstd library fails. No input is known to cause that.
+    /// [`Error::InvalidArgument`](crate::error::Error::InvalidArgument) if the zstd library fails. No input is known to cause that.
     pub fn encode(
         &mut self,
         coding: Coding<'_>,
@@ -213,7 +213,7 @@ impl ChunkDecoder {
     /// `fill` supplies the base lanes when they are needed, see `Fill`.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) with the violated rule, or an error of `fill`. `lanes` is then a mixture of base
+    /// [`Error::Invalid`](crate::error::Error::Invalid) with the violated rule, or an error of `fill`. `lanes` is then a mixture of base
     /// lanes, target lanes, and lanes that were not filled.
     pub fn decode(&mut self, chunk: &EncodedChunk<'_>, lanes: &mut [u8], fill: Fill<'_>) -> Result<u64> {
         let EncodedChunk { codec, dtype, tables, encoded, payload, base_sum } = *chunk;

@@ -2,7 +2,7 @@
 
 use crate::codec::{Codec, TableSet};
 use crate::derived::Derived;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, hex};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, TensorDigests};
 use crate::lane::Dtype;
 use crate::prelude::*;
@@ -153,6 +153,16 @@ impl<'a> Tensor<'a> {
     /// Digest of the target tensor: the first 16 bytes of its BLAKE3 hash.
     pub fn target_digest(&self) -> &'a [u8; DIGEST_SIZE] {
         &self.digests.target_digest
+    }
+
+    /// Compares bytes with the digest of the target tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with rule `tensor.target_digest`.
+    pub fn check_target(&self, bytes: &[u8]) -> Result<()> {
+        let (expected, found) = (self.target_digest(), crate::digest::short(&crate::digest::of(bytes)));
+        let checked = crate::error::Rule::TensorTargetDigest.check(*expected == found, hex(expected), hex(&found));
+        checked.map_err(|e| e.in_tensor(self.name))
     }
 
     /// The lanes of a range of elements, and the chunks that contain these lanes. Elements and lanes of a part count from its

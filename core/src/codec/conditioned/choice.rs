@@ -91,7 +91,7 @@ impl Model {
 
 /// What an encoder on a device reads of a table set.
 pub struct ModelTables {
-    /// Entries of [`EncodeTable`].
+    /// Entries of the encoder's look-up table.
     pub entries: Vec<u64>,
     /// Costs of each token, per class from class 1 on.
     pub costs: Vec<[u32; super::tables::MAX_CLASSES]>,

@@ -164,4 +164,45 @@ mod tests {
             assert_eq!(raw_blocks(&frame[5..]), blocks, "{ends:?}");
         }
     }
+
+    /// Both libraries accept the same frames, whole, cut, changed and followed by bytes, and expand them to the same bytes.
+    #[cfg(feature = "ruzstd")]
+    #[test]
+    fn the_two_libraries_agree() {
+        use crate::codec::zstd::ruzstd;
+        use proptest::prelude::*;
+        let contents = prop_oneof![
+            proptest::collection::vec(any::<u8>(), 0..3000),
+            (any::<[u8; 3]>(), 0..40_000usize).prop_map(|(of, size)| of.iter().copied().cycle().take(size).collect()),
+            proptest::collection::vec(0..4u8, 0..200_000),
+        ];
+        let frames =
+            (contents, 0..2u8, any::<bool>(), any::<prop::sample::Index>(), 0..4u8, any::<prop::sample::Index>(), any::<u8>());
+        proptest!(|((content, level, checksum, part, change, at, byte) in frames)| {
+            let mut frame = Vec::new();
+            if level == 0 {
+                Compressor::new().unwrap().compress(&content, &[part.index(content.len() + 1)], &mut frame).unwrap();
+            } else {
+                let mut compressor = zstd::bulk::Compressor::new(19).unwrap();
+                compressor.include_checksum(checksum).unwrap();
+                frame = compressor.compress(&content).unwrap();
+            }
+            match change {
+                0 => {}
+                1 => frame.truncate(at.index(frame.len())),
+                2 => {
+                    let at = at.index(frame.len());
+                    frame[at] ^= byte;
+                }
+                _ => frame.push(byte),
+            }
+            let (mut by_library, mut by_rust) = (vec![0; content.len()], vec![0; content.len()]);
+            if check_header(&frame, content.len() as u64, 27).is_ok() {
+                let expanded = library::expand(&mut Default::default(), &frame, &mut by_library);
+                let also = ruzstd::expand(&mut Default::default(), &frame, &mut by_rust);
+                prop_assert_eq!(expanded.is_ok_and(|size| size == content.len()), also.is_ok_and(|size| size == content.len()), "{:?} {:?}", expanded, also);
+                prop_assert!(expanded.is_err() || by_library == by_rust);
+            }
+        });
+    }
 }

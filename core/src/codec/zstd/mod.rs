@@ -6,6 +6,8 @@ mod layout;
 mod layouts;
 #[cfg_attr(not(feature = "zstd"), path = "ruzstd.rs")]
 mod library;
+#[cfg(all(test, feature = "zstd", feature = "ruzstd"))]
+mod ruzstd;
 
 #[doc(hidden)]
 pub use frame::Expander;

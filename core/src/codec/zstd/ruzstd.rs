@@ -1,6 +1,7 @@
 //! Frames by `ruzstd`, in Rust alone.
 
 use super::frame::Outcome;
+#[cfg(not(feature = "zstd"))]
 use crate::prelude::*;
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use ruzstd::io::Read;
@@ -8,8 +9,10 @@ use ruzstd::io::Read;
 const DAMAGED: &str = "a damaged frame";
 
 /// Refuses to write frames.
+#[cfg(not(feature = "zstd"))]
 pub(super) struct Compressor;
 
+#[cfg(not(feature = "zstd"))]
 impl Compressor {
     pub fn new() -> Outcome<Self> {
         Ok(Self)
