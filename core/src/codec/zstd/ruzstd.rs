@@ -26,14 +26,37 @@ impl Compressor {
 /// What the library keeps between frames: a window.
 pub(super) type Context = FrameDecoder;
 
-/// Expands a frame with nothing after it. Returns the size of the content. Takes memory of a window and a block, whatever the
-/// blocks expand to.
-pub(super) fn expand(decoder: &mut Context, mut frame: &[u8], out: &mut [u8]) -> Outcome<usize> {
-    decoder.reset(&mut frame).map_err(|_| DAMAGED)?;
+/// A frame, with another header.
+struct Reheaded<'a>(&'a [u8], &'a [u8]);
+
+impl Read for Reheaded<'_> {
+    fn read(&mut self, out: &mut [u8]) -> Result<usize, ruzstd::io::Error> {
+        let Self(header, blocks) = self;
+        if header.is_empty() { blocks.read(out) } else { header.read(out) }
+    }
+}
+
+/// Expands a frame with nothing after it, whose header has passed the checks of this module. Returns the size of the content. Takes
+/// memory for the content and a block, whatever the blocks expand to.
+///
+/// The library gets a header without a window: it refuses windows that the format allows, and all content is kept anyway.
+pub(super) fn expand(decoder: &mut Context, frame: &[u8], out: &mut [u8]) -> Outcome<usize> {
+    let descriptor = frame.get(4).copied().ok_or(DAMAGED)?;
+    let single_segment = descriptor & 0x20 != 0;
+    let size_bytes = [usize::from(single_segment), 2, 4, 8][usize::from(descriptor >> 6)];
+    let dictionary = [0, 1, 2, 4][usize::from(descriptor & 3)];
+    let blocks = frame.get(5 + usize::from(!single_segment) + dictionary + size_bytes..).ok_or(DAMAGED)?;
+    let mut header = [0; 13];
+    header[..4].copy_from_slice(&frame[..4]);
+    header[4] = 0xE0 | descriptor & 0x04; // 8 bytes of content size, a single segment, perhaps a checksum
+    header[5..].copy_from_slice(&(out.len() as u64).to_le_bytes());
+    let mut source = Reheaded(&header, blocks);
+
+    decoder.reset(&mut source).map_err(|_| DAMAGED)?;
     let mut written = 0;
     while !decoder.is_finished() || decoder.can_collect() > 0 {
         if !decoder.is_finished() {
-            decoder.decode_blocks(&mut frame, BlockDecodingStrategy::UptoBlocks(1)).map_err(|_| DAMAGED)?;
+            decoder.decode_blocks(&mut source, BlockDecodingStrategy::UptoBlocks(1)).map_err(|_| DAMAGED)?;
         }
         while decoder.can_collect() > 0 {
             match decoder.read(&mut out[written..]).map_err(|_| DAMAGED)? {
@@ -42,7 +65,7 @@ pub(super) fn expand(decoder: &mut Context, mut frame: &[u8], out: &mut [u8]) ->
             }
         }
     }
-    if !frame.is_empty() {
+    if !source.1.is_empty() {
         return Err("bytes after the frame");
     }
     let stated = decoder.get_checksum_from_data();
