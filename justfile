@@ -41,7 +41,7 @@ gpu *arguments:
 golden:
     "$(scripts/environment)" testdata/make_vectors.py
     "$(scripts/environment)" testdata/spec_tables.py
-    git status --short testdata/v1 testdata/v1.2 testdata/v1.3 spec
+    git status --short testdata/v1 testdata/v1.2 testdata/v1.3 testdata/annotated.md
 
 # The documents as pages for a browser, in target/site; with --serve also shown
 site *arguments:

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the parts of spec/ that follow from the vectors: of tpde-format.md the annotated dump of a small pair (section 14) and
-the index from each rule to its vectors (section 15.2), of codecs.md the long example (section 5.3). Standard library only.
+"""Writes annotated.md, the examples and tables of spec/ that follow from the vectors: of tpde-format.md the annotated dump of
+two small pairs (section 14) and the index from each rule to its vectors (section 15.2), of codecs.md the long example (section
+5.3). Standard library only.
 
-    python3 testdata/spec_tables.py            rewrites them
-    python3 testdata/spec_tables.py --check    says whether they are current, and whether each rule is a MUST with a step
+    python3 testdata/spec_tables.py            rewrites it
+    python3 testdata/spec_tables.py --check    says whether it is current, and whether each rule is a MUST with a step
 """
 
 import json
@@ -344,28 +345,44 @@ def faults(text, codecs):
     yield from (f"`{rule}` has a step in section 13.1 and is stated nowhere" for rule in sorted(in_steps - stated))
 
 
-def put(text, mark, body):
-    return re.sub(rf"(<!-- {mark} -->\n).*?\n?(<!-- end -->)", lambda m: m[1] + body + "\n" + m[2], text, flags=re.S)
+def annotated(rules_from):
+    return f"""# Annotated vectors
+
+`testdata/spec_tables.py` writes this file from the vectors. It is not normative.
+
+## Two small pairs
+
+Section 14 of the [format](../spec/tpde-format.md).
+
+{dump()}
+
+{dump_of_parts()}
+
+## Codec `conditioned` with states, segments, activities and low bits
+
+Section 5.3 of the [codecs](../spec/codecs.md).
+
+{walkthrough()}
+
+## From each rule to its vectors
+
+Section 15.2 of the [format](../spec/tpde-format.md). The table names up to {MOST} vectors per rule and counts the others.
+
+{rule_index(rules_from)}
+"""
 
 
 def main():
-    container, codecs = (SPEC / name for name in ("tpde-format.md", "codecs.md"))
-    old = {path: path.read_text() for path in (container, codecs)}
-    rules_from = re.sub(r"<!-- rules -->.*?<!-- end -->", "", old[container], flags=re.S) + old[codecs]
-    new = {
-        container: put(put(put(old[container], "dump", dump()), "parts", dump_of_parts()), "rules", rule_index(rules_from)),
-        codecs: put(old[codecs], "walkthrough", walkthrough()),
-    }
-    if found := list(faults(*new.values())):
+    container, codecs = ((SPEC / name).read_text() for name in ("tpde-format.md", "codecs.md"))
+    if found := list(faults(container, codecs)):
         sys.exit("\n".join(found))
+    path, text = HERE / "annotated.md", annotated(container + codecs)
     if sys.argv[1:] == ["--check"]:
-        for path, text in new.items():
-            if text != old[path]:
-                sys.exit(f"spec/{path.name} is not current: run testdata/spec_tables.py")
-        print("the parts of spec/ that follow from the vectors are current, and each rule is stated and has a step")
+        if not path.exists() or text != path.read_text():
+            sys.exit("testdata/annotated.md is not current: run testdata/spec_tables.py")
+        print("testdata/annotated.md is current, and each rule is stated and has a step")
         return
-    for path, text in new.items():
-        path.write_text(text)
+    path.write_text(text)
 
 
 main()

@@ -10,7 +10,7 @@ fn root() -> &'static Path {
 
 /// Paths and texts of the repository's documents.
 fn documents() -> Vec<(PathBuf, String)> {
-    let folders = ["", "docs", "docs/decisions", "spec", "python", "kernels", "kernels/emulator", "benches/record"];
+    let folders = ["", "docs", "docs/decisions", "spec", "python", "kernels", "kernels/emulator", "benches/record", "testdata"];
     let mut documents = Vec::new();
     for folder in folders {
         for entry in fs::read_dir(root().join(folder)).unwrap() {
