@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes annotated.md, the examples and tables of spec/ that follow from the vectors: of tpde-format.md the annotated dump of
-two small pairs (section 14) and the index from each rule to its vectors (section 15.2), of codecs.md the long example (section
-5.3). Standard library only.
+two small pairs (section 14) and the index from each rule to its vectors (section 15.2), of codecs.md the worked examples (section
+5). Standard library only.
 
     python3 testdata/spec_tables.py            rewrites it
     python3 testdata/spec_tables.py --check    says whether it is current, and whether each rule is a MUST with a step
@@ -19,6 +19,34 @@ EXAMPLE = "shape_scalar"
 PARTS_EXAMPLE = "parts_example"
 WALKTHROUGH = "conditioned_walkthrough"
 MOST = 4  # vectors listed per rule; the manifest has all
+
+#: Bytes of payloads that SMALL and ONE_STATE quote. Of codec `zstd` the content, which the frames store as it is.
+QUOTED = {
+    "raw_example": "03000000 14000000 2C010000 0200 0100 9001",
+    "zstd_gaps_example": "01 020190 000001 03 10 FF18",
+    "zstd_elias_delta_example": "02 020190 000001 614448C0",
+    "zstd_nibble_gaps_example": "03 13 0F FF FF 81 00 01 FF09",
+    "conditioned_example": "00 00 00 00 7F00 02 00 01000000 00000000 01 03000000 0500 00 C23EAC00 1080",
+}
+SMALL = """BF16, so *w* = 2; *L* = 4,096; lanes 3, 20 and 300 change by +1, −1 and +200 ULP: deltas 2, 1, 400. The vectors are `raw_example` and `zstd_*_example`.
+
+- `raw`, 18 bytes: `03000000 14000000 2C010000 0200 0100 9001`.
+- `zstd`, layout `gaps`: gaps 3, 16, 279. Content `01`, planes `02 01 90` and `00 00 01`, gaps `03`, `10`, `FF 18`: 11 bytes.
+- layout `elias-delta`: *y* = 4, 17, 280 have *j* = 2, 4, 8: `0 11 00`, `00 101 0001`, `000 1001 00011000`. Content `02`, the planes, `61 44 48 C0`.
+- layout `nibble-gaps`: *q* = 1, 0, 399: tokens `13`, `0F`, `FF`; escape `FF` (399 − 15 is above 255); planes of 399 − 270 = 129: `81`, `00`; continued gaps 16 − 15 = 1: `01`; 279 − 15 = 264: `FF 09`. Content `03 13 0F FF FF 81 00 01 FF 09`."""
+ONE_STATE = """The vector `conditioned_example`: BF16, *L* = 5, base lanes `3F80`, `3C01`, `3F85`, `4100`, `BFFF`; lanes 0, 2, 3 and 4 change by +1, +40, −3 and −1 ULP: deltas 2, 80, 5, 1.
+
+- Tables: *K* = 1, frequencies 3,072, 512, 511 and 1 of the tokens 0, 1, 2 and 64, whose `cum` are 0, 3,072, 3,584 and 4,095: `0000`, `01`, `41`, `8018 8004 FF03`, 61 bytes `00`, `01`.
+- Contexts: 127, 120, 127, 130, 127. With `first_context` 127, lane 1 counts as context 127. The map is (1, 0), so lane 3, whose *i* is 3, is not coded, and its delta is an exception. The coded lanes 0, 1, 2 and 4 have the values 2, 0, 80 and 1; 80 = (2 + 0)·2^5 + 16 is token 64 and the extra bits 16.
+- Payload, 30 bytes: header `00 00 00 00 7F00 02 00 01000000 00000000`, map `01`, exception `03000000 0500`, padding `00` (the pieces before have 23 bytes), state `C23EAC00`, word `1080`.
+
+| lane | *x* | mod 4,096 | token | then *x* is |
+|---|---|---|---|---|
+| 0 | 11,288,258 | 3,778 | 2 | 511·2,755 + 3,778 − 3,584 = 1,407,999 |
+| 1 | 1,407,999 | 3,071 | 0 | 3,072·343 + 3,071 − 0 = 1,056,767 |
+| 2 | 1,056,767 | 4,095 | 64 | 1·257 + 4,095 − 4,095 = 257, below 2^16: 2^16·257 + 32,784 = 16,875,536 |
+| 2 | 16,875,536 | | | extra bits 16,875,536 mod 2^5 = 16; ⌊16,875,536 / 2^5⌋ = 527,360 |
+| 4 | 527,360 | 3,072 | 1 | 512·128 + 3,072 − 3,072 = 65,536 = 2^16 |"""
 
 HEADER = [
     (8, "`magic`"),
@@ -345,7 +373,16 @@ def faults(text, codecs):
     yield from (f"`{rule}` has a step in section 13.1 and is stated nowhere" for rule in sorted(in_steps - stated))
 
 
+def check_quoted():
+    for name, text in QUOTED.items():
+        index, blob = ((HERE / f"v1/valid/{name}.tpde-{ending}").read_bytes() for ending in ("index", "blob"))
+        payload = blob[64 : 64 + number(index, 264, 4)]
+        # A frame of one raw block: magic, descriptor, content size of one byte, header of the block.
+        assert bytes.fromhex(text) == (payload[9:] if name.startswith("zstd") else payload), name
+
+
 def annotated(rules_from):
+    check_quoted()
     return f"""# Annotated vectors
 
 `testdata/spec_tables.py` writes this file from the vectors. It is not normative.
@@ -358,7 +395,21 @@ Section 14 of the [format](../spec/tpde-format.md).
 
 {dump_of_parts()}
 
-## Codec `conditioned` with states, segments, activities and low bits
+Bytes in the next three sections are in hexadecimal.
+
+## `raw` and `zstd`
+
+Section 5.1 of the [codecs](../spec/codecs.md).
+
+{SMALL}
+
+## `conditioned` with one state
+
+Section 5.2 of the [codecs](../spec/codecs.md).
+
+{ONE_STATE}
+
+## `conditioned` with states, segments, activities and low bits
 
 Section 5.3 of the [codecs](../spec/codecs.md).
 
