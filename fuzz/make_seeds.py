@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "testdata"))
 import reader  # noqa: E402
 from reader.layout import Record, TensorEntry  # noqa: E402
+import versions  # noqa: E402
 
 SEEDS = ROOT / "fuzz" / "seeds"
-VECTORS = [ROOT / "testdata" / version for version in ("v1", "v1.2", "v1.3")]
+VECTORS = [versions.folder(name) for name in versions.names()]
 DTYPES = list(reader.DTYPES)  # in the order of the crate's list
 BF16, F32, I8, F8_E4M3 = 17, 18, 2, 32
 CONDITIONED = 2

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes annotated.md, the examples and tables of spec/ that follow from the vectors: of tpde-format.md the annotated dump of
 two small pairs (section 14) and the index from each rule to its vectors (section 15.2), of codecs.md the worked examples (section
-5). Standard library only.
+5).
 
     python3 testdata/spec_tables.py            rewrites it
     python3 testdata/spec_tables.py --check    says whether it is current, and whether each rule is a MUST with a step
@@ -14,7 +14,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SPEC = HERE.parent / "spec"
-FOLDERS = ["v1", "v1.2", "v1.3"]
+sys.path.insert(0, str(HERE))  # for versions.py, in this folder
+import versions  # noqa: E402
+
+FOLDERS = {name: versions.folder(name) for name in versions.names()}
 EXAMPLE = "shape_scalar"
 PARTS_EXAMPLE = "parts_example"
 WALKTHROUGH = "conditioned_walkthrough"
@@ -116,8 +119,8 @@ def rows(data, fields, start=0):
 
 
 def dump():
-    index = (HERE / f"v1/valid/{EXAMPLE}.tpde-index").read_bytes()
-    blob = (HERE / f"v1/valid/{EXAMPLE}.tpde-blob").read_bytes()
+    index = (FOLDERS["v1"] / f"valid/{EXAMPLE}.tpde-index").read_bytes()
+    blob = (FOLDERS["v1"] / f"valid/{EXAMPLE}.tpde-blob").read_bytes()
     fields, sections = list(HEADER), []
     for i, name in enumerate(SECTIONS):
         entry = index[64 + 24 * i : 88 + 24 * i]
@@ -154,7 +157,7 @@ def dump():
 
 def dump_of_parts():
     """What features add to an index: rows of the header that differ, and all sections with bytes."""
-    index = (HERE / f"v1.2/valid/{PARTS_EXAMPLE}.tpde-index").read_bytes()
+    index = (FOLDERS["v1.2"] / f"valid/{PARTS_EXAMPLE}.tpde-index").read_bytes()
     sections = [[number(index, 64 + 24 * i + 8 * k, 8) for k in range(3)] for i in range(len(SECTIONS))]
     (chunks, _, _), (sums, _, _), (digests, _, _), (tensors, size, _), (_, no_files, _), (_, no_tables, _) = sections
     assert not no_files and not no_tables
@@ -196,7 +199,7 @@ class Walk:
 
     def __init__(self, name):
         index, blob, base = (
-            (HERE / f"v1/valid/{name}{ending}").read_bytes() for ending in (".tpde-index", ".tpde-blob", ".base.safetensors")
+            (FOLDERS["v1"] / f"valid/{name}{ending}").read_bytes() for ending in (".tpde-index", ".tpde-blob", ".base.safetensors")
         )
         self.payload = blob[number(index, 256, 8) :][: number(index, 264, 4)]
         start = 8 + number(base, 0, 8)
@@ -335,8 +338,8 @@ def walkthrough():
 
 def rule_index(text):
     vectors = {}
-    for folder in FOLDERS:
-        for vector in json.loads((HERE / folder / "manifest.json").read_text())["vectors"]:
+    for folder in FOLDERS.values():
+        for vector in json.loads((folder / "manifest.json").read_text())["vectors"]:
             if "rule" in vector:
                 vectors.setdefault(vector["rule"], []).append(vector["name"])
     ids = [rule for rule in ids_of(text) if rule in vectors] + ["limit"]
@@ -345,7 +348,7 @@ def rule_index(text):
         names = vectors[rule]
         more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
         lines.append(f"| `{rule}` | " + ", ".join(f"`{name}`" for name in names[:MOST]) + more + " |")
-    return "| rule | vectors, in the folders `invalid` of `testdata/v1`, `v1.2` and `v1.3` |\n|---|---|\n" + "\n".join(lines)
+    return "| rule | vectors, in the folders `invalid` of all versions |\n|---|---|\n" + "\n".join(lines)
 
 
 def ids_of(text):
@@ -375,7 +378,7 @@ def faults(text, codecs):
 
 def check_quoted():
     for name, text in QUOTED.items():
-        index, blob = ((HERE / f"v1/valid/{name}.tpde-{ending}").read_bytes() for ending in ("index", "blob"))
+        index, blob = ((FOLDERS["v1"] / f"valid/{name}.tpde-{ending}").read_bytes() for ending in ("index", "blob"))
         payload = blob[64 : 64 + number(index, 264, 4)]
         # A frame of one raw block: magic, descriptor, content size of one byte, header of the block.
         assert bytes.fromhex(text) == (payload[9:] if name.startswith("zstd") else payload), name

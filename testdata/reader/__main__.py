@@ -1,7 +1,7 @@
 """Reads a TPDE pair and prints the hashes of its tensors, or reads all vectors and compares them with their manifest.
 
 python3 testdata/reader PAIR_STEM [--base FILE_OR_FOLDER] [--json]
-python3 testdata/reader --manifest testdata/v1*/manifest.json
+python3 testdata/reader --vectors testdata/v1*.tar.zst
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the folder that contains the package
 from blake3 import blake3  # noqa: E402
 from reader import Refused, read_pair  # noqa: E402
+from versions import unpacked  # noqa: E402
 
 
 def hashes(contents):
@@ -34,10 +35,11 @@ def check_vector(folder, vector):
     return "" if wanted == {k: seen.get(k) for k in wanted} else f"wanted {wanted}, saw {seen}"
 
 
-def check_manifest(path):
-    vectors, failed = json.loads(path.read_text("utf-8"))["vectors"], 0
+def check_vectors(path):
+    folder = path if path.is_dir() else unpacked(path)
+    vectors, failed = json.loads((folder / "manifest.json").read_text("utf-8"))["vectors"], 0
     for vector in vectors:
-        if difference := check_vector(path.parent, vector):
+        if difference := check_vector(folder, vector):
             failed += 1
             print(f"{vector['name']}: {difference}")
     print(f"{path}: {len(vectors) - failed} passed, {failed} failed")
@@ -70,12 +72,12 @@ def main():
     parser.add_argument("pair", nargs="?", help="the path without .tpde-index")
     parser.add_argument("--base", help="a safetensors file, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--manifest", type=Path, nargs="+", help="read all vectors of these manifests instead")
+    parser.add_argument("--vectors", type=Path, nargs="+", help="read all vectors of these archives or folders instead")
     args = parser.parse_args()
-    if args.manifest:
-        return max(check_manifest(path) for path in args.manifest)
+    if args.vectors:
+        return max(check_vectors(path) for path in args.vectors)
     if not args.pair:
-        parser.error("PAIR_STEM or --manifest is needed")
+        parser.error("PAIR_STEM or --vectors is needed")
     return check_pair(args.pair, args.base, args.json)
 
 

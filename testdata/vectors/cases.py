@@ -8,9 +8,9 @@ from .zstd import library
 
 
 class Set:
-    """The files to write, by path below the folder of a version, and the manifest."""
+    """The files to write, by path below the folder of a version, and the manifest. `committed` has files whose frames are reused."""
 
-    def __init__(self, committed=None):
+    def __init__(self, committed):
         self.files, self.manifest, self.committed = {}, [], committed
 
     def base(self, name, data):
@@ -26,8 +26,7 @@ class Set:
         library.known = {}
         if self.committed:
             for ending in (".tpde-index", ".tpde-blob"):
-                path = self.committed / (stem + ending)
-                library.harvest(path.read_bytes() if path.exists() else b"")
+                library.harvest(self.committed.get(stem + ending, b""))
         draft = Draft(model, edits)
         self.files[stem + ".tpde-index"], self.files[stem + ".tpde-blob"] = draft.index_file, draft.blob_file
         self.manifest.append({"name": name, **facts, "index": stem + ".tpde-index", "blob": stem + ".tpde-blob",

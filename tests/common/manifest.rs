@@ -9,7 +9,7 @@ struct Manifest {
     vectors: Vec<Vector>,
 }
 
-/// The manifest's entry of a vector. Paths are relative to [`folder`].
+/// The manifest's entry of a vector. Functions of this module give absolute paths.
 #[derive(Deserialize)]
 pub struct Vector {
     pub name: String,
@@ -28,25 +28,18 @@ pub struct Vector {
     pub chunk: Option<u32>,
 }
 
-/// Folders of vectors, each with a manifest, and the lists of their published files.
-pub const VERSIONS: [(&str, &str); 3] = [("v1", "published.txt"), ("v1.2", "published-1.2.txt"), ("v1.3", "published-1.3.txt")];
-
-pub fn folder() -> PathBuf {
-    super::root().join("testdata")
-}
-
 pub fn read(path: &Path) -> Vec<u8> {
-    std::fs::read(folder().join(path)).unwrap()
+    std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
 /// The vectors of all versions.
 pub fn vectors() -> Vec<Vector> {
-    VERSIONS.iter().flat_map(|(version, _)| vectors_of(version)).collect()
+    super::versions::names().iter().flat_map(|version| vectors_of(version)).collect()
 }
 
-/// The vectors in the folder of a version.
+/// The vectors of a version.
 pub fn vectors_of(version: &str) -> Vec<Vector> {
-    let folder = Path::new(version);
+    let folder = super::versions::folder(version);
     let mut vectors = serde_json::from_slice::<Manifest>(&read(&folder.join("manifest.json"))).unwrap().vectors;
     for vector in &mut vectors {
         vector.index = folder.join(&vector.index);

@@ -9,6 +9,8 @@ pub mod inputs;
 pub mod manifest;
 #[allow(dead_code, reason = "not all tests hold slices")]
 pub mod slices;
+#[allow(dead_code, reason = "not all tests look at the vectors")]
+pub mod versions;
 
 use serde_json::{Map, Value, json};
 use std::fs;

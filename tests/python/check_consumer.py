@@ -27,9 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "testdata"))
 from blake3 import blake3  # noqa: E402
+import versions  # noqa: E402
 
 EXAMPLES = ROOT / "examples/minimal"
-MANIFESTS = [ROOT / "testdata" / version / "manifest.json" for version in ("v1", "v1.2", "v1.3")]
 REBUILT, REFUSED, OUT_OF_SCOPE = 0, 1, 3  # exit codes
 
 FLIPS = 2000  # per program
@@ -299,7 +299,11 @@ def check(name, libraries, work, args):
     folders = [work / f"{name}.vectors", work / f"{name}.flips"]
     for folder in folders:
         folder.mkdir()
-    vectors = [Vector(m.parent, facts, folders[0]) for m in MANIFESTS for facts in json.loads(m.read_text("utf-8"))["vectors"]]
+    vectors = [
+        Vector(version, facts, folders[0])
+        for version in map(versions.folder, versions.names())
+        for facts in json.loads((version / "manifest.json").read_text("utf-8"))["vectors"]
+    ]
     rebuilt = check_vectors(name, program, vectors, PROGRAMS[name][2])
     check_flips(name, program, rebuilt, folders[1])
     if args.tpde:

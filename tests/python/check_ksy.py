@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "testdata"))
 import reader  # noqa: E402
 from reader.codec import CONDITIONED, conditioned  # noqa: E402
 from reader.layout import FURTHER  # noqa: E402
+import versions  # noqa: E402
 from kaitaistruct import KaitaiStream, ValidationFailedError  # noqa: E402
 
 COMPILE = """
@@ -173,7 +174,7 @@ def main():
     parser.add_argument("--npm", default="target/ksc", help="the folder with node_modules")
     Tpde = compiled(parser.parse_args().npm)
     passed = failed = compressed = 0
-    folders = [ROOT / "testdata/v1", ROOT / "testdata/v1.2", ROOT / "testdata/v1.3"]
+    folders = [versions.folder(name) for name in versions.names()]
     for folder, vector in [(f, v) for f in folders for v in json.loads((f / "manifest.json").read_text("utf-8"))["vectors"]]:
         paths = folder / vector["index"], folder / vector["blob"]
         if vector["verdict"] != "valid":

@@ -26,6 +26,9 @@ from common import DTYPES, Refused, hash_of  # noqa: E402
 from reader import read_pair  # noqa: E402
 import writer  # noqa: E402
 
+sys.path.append(str(ROOT / "testdata"))
+import versions  # noqa: E402
+
 LINES = 320  # per file: the programs are there to be read
 PAIRS, SECOND_READER, MUTANTS = 40, 10, 2000
 LEAST = {"rebuilt": 312, "refused": 648}  # vectors
@@ -44,9 +47,9 @@ def hashes(contents):
 def check_vectors():
     """The outcome of each vector. Gives the valid ones that were rebuilt, for `check_mutants`."""
     outcomes, rebuilt = Counter(), []
-    for manifest in sorted(ROOT.glob("testdata/v1*/manifest.json")):
-        for vector in json.loads(manifest.read_text("utf-8"))["vectors"]:
-            paths = [vector[part] and manifest.parent / vector[part] for part in ("index", "blob", "base")]
+    for folder in map(versions.folder, versions.names()):
+        for vector in json.loads((folder / "manifest.json").read_text("utf-8"))["vectors"]:
+            paths = [vector[part] and folder / vector[part] for part in ("index", "blob", "base")]
             index, blob = paths[0].read_bytes(), paths[1].read_bytes()
             try:
                 tensors, files = read_pair(index, blob, paths[2])

@@ -25,7 +25,7 @@ fn sound_pairs() -> Vec<Sound> {
             index: manifest::read(&vector.index),
             blob: manifest::read(&vector.blob),
             base: match vector.base {
-                Some(base) => Box::new(SafetensorsCheckpoint::open(manifest::folder().join(base)).unwrap()),
+                Some(base) => Box::new(SafetensorsCheckpoint::open(base).unwrap()),
                 None => Box::new(MemoryCheckpoint::default()),
             },
         })

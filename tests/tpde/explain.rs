@@ -124,7 +124,7 @@ fn parts_of_all_published_pairs_add_up() {
         let index = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).unwrap();
         let pair = Pair::new(index, manifest::read(&vector.blob)).unwrap();
         let base: Box<dyn Checkpoint> = match &vector.base {
-            Some(base) => Box::new(SafetensorsCheckpoint::open(manifest::folder().join(base)).unwrap()),
+            Some(base) => Box::new(SafetensorsCheckpoint::open(base).unwrap()),
             None => Box::new(MemoryCheckpoint::default()),
         };
         let explained = Explain::new(&pair).base(&*base).run().unwrap_or_else(|e| panic!("{}: {e}", vector.name));

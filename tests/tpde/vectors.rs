@@ -2,9 +2,10 @@
 //! that it breaks, at the step in the manifest. `testdata/make_vectors.py` makes the vectors from the spec and shares no code
 //! with this crate; `testdata/reader` reads them too. Also compares the rules in the text of the spec with those of the crate.
 
-use crate::common::manifest::{self, VERSIONS, Vector, folder, vectors, vectors_of};
+use crate::common::manifest::{self, Vector, vectors, vectors_of};
+use crate::common::versions;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tpde::{
     Apply, BaseKind, Checkpoint, Error, InPlace, Limits, MemoryCheckpoint, Pair, Result, Rule, SafetensorsCheckpoint, Tensor,
     TensorInfo, TensorMut, ValidatedIndex,
@@ -28,7 +29,7 @@ fn read(vector: &Vector) -> Outcome {
     let pair = Pair::new(index, manifest::read(&vector.blob)).map_err(|e| ("open_blob", Box::new(e)))?;
     let later = |e| ("decode", Box::new(e));
     pair.verify().map_err(later)?;
-    let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(folder().join(base))).transpose().map_err(later)?;
+    let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(base)).transpose().map_err(later)?;
     let tensors = decode(&pair, base.as_ref()).map_err(later)?;
     let out = tempfile::tempdir().unwrap();
     let path = out.path().join("out");
@@ -80,23 +81,39 @@ fn part_bytes(whole: &[u8], entry: &Tensor<'_>) -> Vec<u8> {
 }
 
 #[test]
-fn published_vectors_keep_their_bytes() {
-    for (version, list) in VERSIONS {
-        let text = std::fs::read_to_string(folder().join(list)).unwrap_or_default();
-        let lines = text.lines().map(|line| line.split_once("  ").expect("a digest and a path"));
-        let published: BTreeMap<PathBuf, &str> = lines.map(|(digest, path)| (Path::new(version).join(path), digest)).collect();
-        let least = [("v1", 1804), ("v1.2", 795), ("v1.3", 638)].into_iter().find(|known| known.0 == version).unwrap().1;
-        assert!(published.len() >= least, "{} published files: none is ever taken from the list", published.len());
-        for (path, digest) in &published {
-            assert_eq!(*digest, hash(&manifest::read(path)), "{} has been published and never changes", path.display());
-        }
-        let all: BTreeSet<_> =
-            vectors_of(version).into_iter().flat_map(|v| [Some(v.index), Some(v.blob), v.base]).flatten().collect();
-        let yet = all.iter().filter(|path| !published.contains_key(*path)).count();
-        if yet > 0 {
-            println!("{version}: {yet} files are not published yet");
-        }
+fn archives_of_frozen_versions_are_those_of_the_spec() {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("spec/tpde-format.md")).unwrap();
+    let rows = section(&text, "15").lines().filter(|line| line.starts_with('|') && line.contains(".tar.zst"));
+    let of_the_spec: Vec<Vec<&str>> = rows.map(|row| row.split('|').map(|cell| cell.trim().trim_matches('`')).collect()).collect();
+    let frozen: Vec<_> = versions::names().into_iter().filter(|name| versions::archive(name).exists()).collect();
+    let path = |name: &String| format!("testdata/{name}.tar.zst");
+    assert_eq!(of_the_spec.iter().map(|row| row[2].to_owned()).collect::<Vec<_>>(), frozen.iter().map(path).collect::<Vec<_>>());
+    for (row, name) in of_the_spec.iter().zip(&frozen) {
+        let archive = std::fs::read(versions::archive(name)).unwrap();
+        assert_eq!((row[3], row[4]), (&*vectors_of(name).len().to_string(), &*versions::sha256(&archive)), "{}", row[2]);
     }
+}
+
+#[test]
+fn a_damaged_archive_is_refused() {
+    let archive = std::fs::read(versions::archive("v1.2")).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let mut changed = archive.clone();
+    changed[archive.len() / 2] ^= 1;
+    for damaged in [&changed[..], &archive[..archive.len() - 1], &archive[..archive.len() / 2], b"version https://example.org/spec"]
+    {
+        let error = versions::unpacked(damaged, "v1.2", place.path()).unwrap_err().to_string();
+        assert!(error.contains("damaged") && error.contains(&versions::sha256(damaged)), "{error}");
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0, "nothing is left behind");
+    }
+    // Of threads that unpack the same archive at the same time, one is the first.
+    let folders: Vec<_> = std::thread::scope(|scope| {
+        let unpacking: Vec<_> =
+            (0..3).map(|_| scope.spawn(|| versions::unpacked(&archive, "v1.2", place.path()).unwrap())).collect();
+        unpacking.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(folders.iter().all(|folder| *folder == folders[0] && folder.join("manifest.json").exists()), "{folders:?}");
+    assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 1);
 }
 
 #[test]
@@ -120,7 +137,7 @@ fn valid_vectors_are_applied_in_place_where_their_base_kind_allows() {
     for vector in vectors().into_iter().filter(|v| v.verdict == "valid") {
         let index = ValidatedIndex::parse(manifest::read(&vector.index), &Limits::default()).unwrap();
         let pair = Pair::new(index, manifest::read(&vector.blob)).unwrap();
-        let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(folder().join(base)).unwrap());
+        let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(base).unwrap());
         // A small part may belong to a tensor that fits in no memory.
         let elements = |tensor: &Tensor<'_>| tensor.whole_shape().iter().fold(1u64, |n, &dim| n.saturating_mul(dim));
         if pair.index().tensors().any(|tensor| tensor.part.is_some() && elements(&tensor) > 1 << 24) {
@@ -257,6 +274,6 @@ fn rules_of_the_crate_are_those_of_the_spec_and_each_has_a_vector() {
     let crate_ids: BTreeSet<_> = Rule::ALL.iter().map(|rule| rule.id().to_owned()).collect();
     let spec_ids = ids_of_the_spec();
     assert_eq!(spec_ids, crate_ids);
-    let with_vectors: BTreeSet<_> = VERSIONS.iter().flat_map(|(version, _)| vectors_of(version)).filter_map(|v| v.rule).collect();
+    let with_vectors: BTreeSet<_> = vectors().into_iter().filter_map(|vector| vector.rule).collect();
     assert!(spec_ids.is_subset(&with_vectors), "no vector breaks {:?}", spec_ids.difference(&with_vectors));
 }

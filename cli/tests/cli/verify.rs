@@ -195,8 +195,8 @@ fn split_cuts_tensors_into_parts_that_apply_puts_together() {
 fn a_tensor_without_a_name_has_its_place_in_the_table() {
     let place = Place::new();
     for (vector, entry) in [("tensor_name_empty", 0), ("tensor_name_nul", 1), ("tensors_size_byte_short", 3)] {
-        let pair = concat!(env!("CARGO_MANIFEST_DIR"), "/../testdata/v1/invalid/").to_owned() + vector;
-        let error = place.fails(&format!("verify {pair}"), DATA, &format!("tensor #{entry}, tensor"));
+        let pair = versions::folder("v1").join("invalid").join(vector);
+        let error = place.fails(&format!("verify {}", pair.display()), DATA, &format!("tensor #{entry}, tensor"));
         assert!(error["entry"] == entry && error["tensor"].is_null(), "{error}");
     }
     let place = Place::with_pair();

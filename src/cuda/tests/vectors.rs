@@ -6,29 +6,24 @@ use crate::apply::InPlace;
 use crate::{Apply, Checkpoint, Limits, MemoryCheckpoint, Pair, Result, SafetensorsCheckpoint, ValidatedIndex};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use tpde_core::error::{Error, Rule};
+
+// The library's tests of its public interface use it too.
+#[allow(dead_code, reason = "not all of it is used here")]
+#[path = "../../../tests/common/versions.rs"]
+mod versions;
 
 pub const MODES: [Mode; 3] = [Mode::OutOfPlace, Mode::InPlace(InPlace::AllChecked), Mode::InPlace(InPlace::ChunkByChunk)];
 
-fn folder() -> PathBuf {
-    // The path is resolved at run time, for tests that were built elsewhere.
-    let here = PathBuf::from("testdata");
-    if here.exists() { here } else { PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata") }
-}
-
-/// Folders of vectors.
-const VERSIONS: [&str; 3] = ["v1", "v1.2", "v1.3"];
-
 pub fn vectors(verdict: &str) -> Vec<Value> {
     let mut chosen = Vec::new();
-    for version in VERSIONS {
-        let manifest = std::fs::read(folder().join(version).join("manifest.json")).unwrap();
+    for folder in versions::names().iter().map(|version| versions::folder(version)) {
+        let manifest = std::fs::read(folder.join("manifest.json")).unwrap();
         let manifest: Value = serde_json::from_slice(&manifest).unwrap();
         for vector in manifest["vectors"].as_array().unwrap().iter().filter(|vector| vector["verdict"] == verdict) {
             let mut vector = vector.clone();
             for key in ["index", "blob", "base"] {
-                vector[key] = vector[key].as_str().map(|path| format!("{version}/{path}")).into();
+                vector[key] = vector[key].as_str().map(|path| folder.join(path).to_str().unwrap().to_owned()).into();
             }
             chosen.push(vector);
         }
@@ -37,10 +32,10 @@ pub fn vectors(verdict: &str) -> Vec<Value> {
 }
 
 pub fn open(vector: &Value) -> Result<(Pair<Vec<u8>>, Option<SafetensorsCheckpoint>)> {
-    let bytes = |key: &str| std::fs::read(folder().join(vector[key].as_str().unwrap())).unwrap();
+    let bytes = |key: &str| std::fs::read(vector[key].as_str().unwrap()).unwrap();
     let index = ValidatedIndex::parse(bytes("index"), &Limits::default())?;
     let pair = Pair::new(index, bytes("blob"))?;
-    let base = vector["base"].as_str().map(|base| SafetensorsCheckpoint::open(folder().join(base))).transpose()?;
+    let base = vector["base"].as_str().map(SafetensorsCheckpoint::open).transpose()?;
     Ok((pair, base))
 }
 
