@@ -113,7 +113,7 @@ def test_packed_and_derived_weights_follow(vllm: Any, tmp_path: Path) -> None:
 
 def test_removed_weights_without_a_checkpoint_are_named(vllm: Any, tmp_path: Path) -> None:
     tpde.sync.Publisher(lambda: weights_of(0), tpde.sync.Folder(tmp_path / "run"))
-    with pytest.raises(tpde.Repacked, match="'linear'") as caught:
+    with pytest.raises(tpde.WrongBase, match="'linear'") as caught:
         start(Model().load(weights_of(0)), tmp_path)
     assert caught.value.modules == ["linear"]
 

@@ -174,7 +174,7 @@ def follower(
         recording: Entered while the loader is recorded: parameters have the shapes that it loads.
 
     Raises:
-        tpde.Repacked: A kernel has replaced parameters, and there is no checkpoint.
+        tpde.WrongBase (repacked): A kernel has replaced parameters, and there is no checkpoint.
         tpde.NotRecorded, tpde.WrongBase: The model cannot be patched, or holds another checkpoint.
     """
     with recording or contextlib.nullcontext():
@@ -187,9 +187,10 @@ def follower(
     else:
         weights.check(missing="*", refused=False)
         if replaced := weights.replaced():
-            raise tpde.Repacked(
+            raise tpde.WrongBase(
                 f"a kernel has replaced the parameters of {replaced[0]!r} and {len(replaced) - 1} more modules: expected checkpoint, of "
                 "which their slices are kept",
+                code="repacked",
                 modules=replaced,
                 tensor=None,
                 expected="the parameters that the loader writes",

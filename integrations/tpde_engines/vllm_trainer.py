@@ -85,7 +85,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
             pause: Called when all workers have received and checked the version, before they apply it.
 
         Raises:
-            tpde.NotAcknowledged: A worker failed. See ``docs/operations.md``.
+            tpde.SyncError (not_acknowledged): A worker failed. See ``docs/operations.md``.
         """
         if self.publisher is None:
             self._weights()  # the collective calls of the source

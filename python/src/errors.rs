@@ -8,12 +8,12 @@ use tpde::{Conflict, Error, Rule};
 /// The keyword of the exceptions for advice. They show it after their message.
 pub const HINT: &str = "_hint";
 
-/// An instance of the exception class `class`, with this message and these attributes.
-pub fn exception<'py>(py: Python<'py>, class: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
+/// The exception with this code, message and attributes.
+pub fn exception<'py>(py: Python<'py>, code: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
     let made = py
         .import("tpde._errors")
-        .and_then(|module| module.getattr(class))
-        .and_then(|class| class.call((message,), Some(attributes)));
+        .and_then(|module| module.getattr("make_error"))
+        .and_then(|make| make.call((code, message), Some(attributes)));
     match made {
         Ok(exception) => PyErr::from_value(exception),
         Err(error) => error,
@@ -57,15 +57,15 @@ fn hint(error: &Error) -> Option<&'static str> {
 fn attributes(py: Python<'_>, error: &Error, hint: Option<&str>) -> PyResult<PyErr> {
     let with = PyDict::new(py);
     with.set_item(HINT, hint)?;
-    let class = match error {
+    let code = match error {
         Error::Io { action, path, source } => {
             with.set_item("action", action)?;
             with.set_item("path", path)?;
             with.set_item("errno", source.raw_os_error())?;
             match source.kind() {
-                ErrorKind::NotFound => "NotFound",
-                ErrorKind::AlreadyExists => "AlreadyExists",
-                _ => "SystemRefused",
+                ErrorKind::NotFound => "not_found",
+                ErrorKind::AlreadyExists => "already_exists",
+                _ => "io",
             }
         }
         Error::Invalid(invalid) => {
@@ -77,12 +77,12 @@ fn attributes(py: Python<'_>, error: &Error, hint: Option<&str>) -> PyResult<PyE
             with.set_item("chunk", invalid.at.chunk)?;
             with.set_item("expected", &invalid.expected)?;
             with.set_item("found", &invalid.found)?;
-            "Invalid"
+            "invalid"
         }
         Error::UnexpectedPair { expected, found } => {
             with.set_item("expected", expected)?;
             with.set_item("found", found)?;
-            "UnexpectedPair"
+            "unexpected_pair"
         }
         Error::WrongBase { tensor, base, chunk, rule, expected, found } => {
             with.set_item("tensor", tensor)?;
@@ -91,88 +91,89 @@ fn attributes(py: Python<'_>, error: &Error, hint: Option<&str>) -> PyResult<PyE
             with.set_item("rule", rule.id())?;
             with.set_item("expected", expected)?;
             with.set_item("found", found)?;
-            "WrongBase"
+            "wrong_base"
         }
         Error::AlreadyApplied { tensor, chunk, rule } => {
             with.set_item("tensor", tensor)?;
             with.set_item("chunk", chunk)?;
             with.set_item("rule", rule.id())?;
-            "AlreadyApplied"
+            "already_applied"
         }
         Error::BadCheckpoint { path, reason } => {
             with.set_item("path", path)?;
             with.set_item("reason", reason)?;
-            "BadCheckpoint"
+            "bad_checkpoint"
         }
         Error::Changed { what } => {
             with.set_item("what", what)?;
-            "Changed"
+            "changed"
         }
         Error::NotWritable { reason } => {
             with.set_item("reason", reason)?;
-            "NotWritable"
+            "not_writable"
         }
         Error::NotMergeable(refused) => {
             with.set_item("conflict", refused.conflict.name())?;
             with.set_item("name", &refused.name)?;
             with.set_item("pairs", (&refused.pairs[0], &refused.pairs[1]))?;
             with.set_item("found", (&refused.found[0], &refused.found[1]))?;
-            "NotMergeable"
+            "not_mergeable"
         }
         Error::Limit { what, limit, found } => {
             with.set_item("what", what)?;
             with.set_item("limit", limit)?;
             with.set_item("found", found)?;
-            "Limit"
+            "limit"
         }
         Error::Step { number, pair, source } => {
             with.set_item("number", number)?;
             with.set_item("pair", pair)?;
-            let step = exception(py, "Step", &error.to_string(), &with);
+            let step = exception(py, "step", &error.to_string(), &with);
             step.set_cause(py, Some(to_python(py, source)));
             return Ok(step);
         }
         Error::Poisoned { written, total, source } => {
             with.set_item("written", written)?;
             with.set_item("total", total)?;
-            let poisoned = exception(py, "Poisoned", &error.to_string(), &with);
+            let poisoned = exception(py, "poisoned", &error.to_string(), &with);
             poisoned.set_cause(py, Some(to_python(py, source)));
             return Ok(poisoned);
         }
         Error::NotHeld { tensor, chunk, .. } => {
             with.set_item("tensor", tensor)?;
             with.set_item("chunk", chunk)?;
-            "NotHeld"
+            "not_held"
         }
         Error::PartNotHeld(refused) => {
             with.set_item("tensor", &refused.tensor)?;
-            "NotHeld"
+            "not_held"
         }
         Error::Incomplete { tensor, missing } => {
             let ends = missing.origin.iter().zip(&missing.extent).map(|(origin, extent)| origin + extent);
             let ranges = missing.origin.iter().zip(ends).map(|(origin, end)| PySlice::new(py, *origin as isize, end as isize, 1));
             with.set_item("tensor", tensor)?;
             with.set_item("missing", PyTuple::new(py, ranges)?)?;
-            "Incomplete"
+            "incomplete"
         }
         Error::NoDevice(_) => {
             with.set_item("device", "cuda")?;
-            "DeviceUnavailable"
+            "no_device"
         }
         Error::Device { action, reason } => {
             with.set_item("action", action)?;
             with.set_item("reason", reason)?;
-            "DeviceFailed"
+            "device"
         }
-        Error::InvalidArgument(_) => "InvalidArgument",
-        _ => "TpdeError",
+        Error::NoLibrary { .. } => "no_library",
+        Error::InvalidArgument(_) => "invalid_argument",
+        _ => "other",
     };
-    Ok(exception(py, class, &error.to_string(), &with))
+    Ok(exception(py, code, &error.to_string(), &with))
 }
 
 /// The exception for a panic. A panic is a defect of the library.
 pub fn panicked(py: Python<'_>, payload: &(dyn std::any::Any + Send)) -> PyErr {
     let message = payload.downcast_ref::<&str>().copied().or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     let message = format!("this is a defect of tpde: {}", message.unwrap_or("it panicked"));
-    exception(py, "Internal", &message, &PyDict::new(py))
+    exception(py, "internal", &message, &PyDict::new(py))
 }

@@ -37,62 +37,66 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         error => error.hint(),
     };
     with.set_item(errors::HINT, hint)?;
-    let class = match error {
+    let code = match error {
         Error::Tpde(error) => return Ok(errors::with_hint(py, error, hint)),
         Error::Request { action, object, .. } => {
             with.set_item("action", action)?;
             with.set_item("object", object)?;
-            "RequestFailed"
+            "request"
         }
         Error::NotAStore { location } | Error::Replaced { location } => {
             with.set_item("location", location)?;
-            "NotAStore"
+            "not_a_store"
         }
         Error::AlreadyAStore { location } => {
             with.set_item("location", location)?;
-            "AlreadyAStore"
+            "already_a_store"
+        }
+        Error::NoPutIfAbsent { location } => {
+            with.set_item("location", location)?;
+            "request"
         }
         Error::Schema { object, .. } | Error::Manifest { object, .. } => {
             with.set_item("object", object)?;
-            "BadManifest"
+            "manifest"
         }
         Error::Damaged { object, expected, found } => {
             with.set_item("object", object)?;
             with.set_item("expected", expected)?;
             with.set_item("found", found)?;
-            "DamagedObject"
+            "damaged"
         }
         Error::NoVersion { version } => {
             with.set_item("version", version)?;
-            "NoVersion"
+            "no_version"
         }
         Error::Pruned { version, kept } => {
             with.set_item("version", version)?;
             with.set_item("kept", kept)?;
-            "Pruned"
+            "pruned"
         }
         Error::Conflict { version } => {
             with.set_item("version", version)?;
-            "Conflict"
+            "conflict"
         }
         Error::Unreachable { version, .. } => {
             with.set_item("version", version)?;
-            "Unreachable"
+            "unreachable"
         }
         Error::External { version, hint } => {
             with.set_item("version", version)?;
             with.set_item("hint", hint)?;
-            "ExternalVersion"
+            "external"
         }
         Error::TooSlow { seconds, grace } => {
             with.set_item("seconds", seconds)?;
             with.set_item("grace", grace)?;
-            "TooSlow"
+            "too_slow"
         }
-        Error::InvalidArgument(_) => "InvalidArgument",
-        _ => "TpdeError",
+        Error::InvalidArgument(_) => "invalid_argument",
+        _ => "other",
     };
-    Ok(exception(py, class, &error.to_string(), &with))
+    Ok(exception(py, code, &error.to_string(), &with))
 }
 
 /// Versions that the caller has as checkpoints, and their paths.

@@ -98,7 +98,7 @@ def conflict(rank: int, ranks: int, folder: Path) -> str:
     try:
         dcp.save({"w": columns(init_device_mesh("cpu", (ranks,)), 0)}, storage_writer=Slow(store))
     except dcp.api.CheckpointException as error:
-        return ", ".join(type(one[0]).__name__ for one in error.failures.values())
+        return ", ".join(one[0].code for one in error.failures.values())
     return "no error"
 
 

@@ -64,7 +64,7 @@ def sync(rank: int, folder: Path, killed: int, at: int) -> None:
                 engine.update()
             print("follows", engine.version)
         is_together = True
-    except tpde.Disconnected:
+    except ConnectionError:
         print("disconnected")
         is_together = False
     finally:
@@ -169,7 +169,7 @@ def refused(rank: int, folder: Path) -> None:
     publisher.publish()
     try:
         publisher.publish()
-    except tpde.NotAcknowledged as error:
+    except tpde.SyncError as error:
         assert "absent sent no answer" in str(error)
         print("refused", publisher.version)
     leave()

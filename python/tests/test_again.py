@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tpde
-from conftest import Made
+from conftest import Made, raises
 from test_torch import raw_of, tensors_of
 
 torch = pytest.importorskip("torch")
@@ -115,11 +115,11 @@ class TestAgain:
         for wrong, error in [
             (tensors["frozen.weight"].view(100, 50), tpde.InvalidArgument),
             (tensors["frozen.weight"].view(torch.int16), tpde.InvalidArgument),
-            (torch.zeros(100, 50, dtype=torch.float16).t(), tpde.NotContiguous),
+            (torch.zeros(100, 50, dtype=torch.float16).t(), "not_contiguous"),
             (torch.zeros(50, 100).to_sparse(), tpde.InvalidArgument),
             (torch.zeros(50, 100, dtype=torch.float16, device="meta"), tpde.InvalidArgument),
         ]:
-            with pytest.raises(error):
+            with raises(error):
                 tpde.torch.apply_({**tensors, "frozen.weight": wrong}, pair)
         del tensors["frozen.weight"]
         with pytest.raises(tpde.InvalidArgument, match="frozen.weight"):

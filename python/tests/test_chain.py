@@ -14,7 +14,7 @@ import pytest
 
 import tpde
 import tpde.numpy
-from conftest import BYTES, SHAPES, make_tensors, write_safetensors
+from conftest import BYTES, SHAPES, make_tensors, raises, write_safetensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,15 +130,15 @@ def test_a_step_that_does_not_fit_is_named(chain: Chain, tmp_path: Path) -> None
         assert wrong.value.number == 1 and isinstance(wrong.value.__cause__, tpde.WrongBase)
         with pytest.raises(tpde.InvalidArgument, match="no pair is given"):
             make([], tmp_path / "never", base=base)
-        with pytest.raises(tpde.UnexpectedPair):
+        with raises("unexpected_pair"):
             make(chain.pairs, tmp_path / "never", base=base, expect="00" * 32)
         with pytest.raises(tpde.InvalidArgument):
             make(chain.pairs, second, base=base, replace=True)  # the output is an input
         with pytest.raises(tpde.InvalidArgument, match="codec"):
             make(chain.pairs, tmp_path / "never", base=base, codec="none")
-        with pytest.raises(tpde.AlreadyExists):
+        with raises("already_exists"):
             make(chain.pairs[1:], first, base=chain.files[1])
-    with pytest.raises(tpde.UnexpectedPair):
+    with raises("unexpected_pair"):
         tpde.apply(chain.pairs, tmp_path / "never", base=base, expect=tpde.inspect(first).pair_digest)
     with pytest.raises(tpde.InvalidArgument, match="no pair is given"):
         tpde.apply([], tmp_path / "never", base=base)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import SHAPES, Made
+from conftest import Made, SHAPES, raises
 from test_torch import DTYPES, Tied, raw_of, tensors_of, tuned
 
 # If TPDE_GPU is set, a missing PyTorch fails here.
@@ -163,7 +163,7 @@ class TestApply:
     def test_invalid_arguments(self, made: Made) -> None:
         base = tensors_of(made.base_bytes)
         tensors = moved(base)
-        with pytest.raises(tpde.NotContiguous):
+        with raises("not_contiguous"):
             tpde.torch.apply_({**tensors, "frozen.weight": torch.zeros(100, 50, dtype=torch.float16, device="cuda").t()}, made.pair)
         with pytest.raises(tpde.InvalidArgument, match="on the CPU"):
             tpde.torch.apply_({**tensors, "frozen.weight": base["frozen.weight"]}, made.pair)
@@ -464,7 +464,7 @@ if child == 0:
     assert tpde.torch.apply_({{"w": base}}, {str(large.pair)!r}) == "applied"
     try:
         tpde.torch.DevicePair({str(large.pair)!r}, "cuda")
-    except tpde.DeviceUnavailable:
+    except tpde.DeviceError:
         os._exit(0)
     os._exit(1)
 assert os.waitpid(child, 0)[1] == 0
@@ -478,7 +478,7 @@ assert tpde.torch.apply_({{"w": base.cuda()}}, {str(large.pair)!r}) == "applied"
 import tpde, tpde.torch
 try:
     tpde.torch.load_file({str(large.pair)!r}, device="cuda")
-except tpde.DeviceUnavailable as error:
+except tpde.DeviceError as error:
     print(error)
 else:
     raise SystemExit("no error")

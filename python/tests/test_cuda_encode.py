@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tpde
+from conftest import raises
 from test_cuda_slices import Chain, chain, moved, pytestmark, shards, torch  # noqa: F401 (a fixture, and the mark of the module)
 from test_slices import RANKS, SPLIT, Cut, cut  # noqa: F401 (a fixture)
 
@@ -99,7 +100,8 @@ class TestEncode:
         assert encoding.wait() is report and len(report.tensors) == len(target)
 
         # Errors are those of the handle, and leave what there is.
-        assert "device" in str(pytest.raises(tpde.AlreadyExists, encoder.start(target, tmp_path / "device", base=base).wait).value)
+        with raises("already_exists", match="device"):
+            encoder.start(target, tmp_path / "device", base=base).wait()
         with pytest.raises(tpde.InvalidArgument, match="zstd"):
             encoder.start(target, tmp_path / "refused", base=base, codec="zstd").wait()
         with pytest.raises(TypeError, match="codek"):
@@ -165,7 +167,7 @@ class TestEncode:
             def work(number: int, *, step: int) -> int:
                 left[0] -= 1
                 if left[0] >= 0:
-                    raise tpde.DeviceFailed("allocate memory: " + reason, action="allocate memory", reason=reason)
+                    raise tpde.DeviceError("allocate memory: " + reason, action="allocate memory", reason=reason)
                 return number + step
 
             return tpde.torch.Encoder(DEVICE)._device.with_room(work)
@@ -173,9 +175,9 @@ class TestEncode:
         full = "out of memory (CUDA_ERROR_OUT_OF_MEMORY)"
         assert failing(0, full)(1, step=2) == 3 and not emptied
         assert failing(1, full)(1, step=2) == 3 and len(emptied) == 1
-        with pytest.raises(tpde.DeviceFailed, match="OUT_OF_MEMORY"):
+        with raises("device", match="OUT_OF_MEMORY"):
             failing(2, full)(1, step=2)
-        with pytest.raises(tpde.DeviceFailed, match="LAUNCH"):
+        with raises("device", match="LAUNCH"):
             failing(1, "CUDA_ERROR_LAUNCH_FAILED")(1, step=2)
         assert len(emptied) == 2
 
@@ -228,11 +230,11 @@ class TestFold:
             tpde.fold(chain.pairs, tmp_path / "out", base=base, device="cuda", codec="zstd")
         with pytest.raises(tpde.InvalidArgument, match="expected device 'cpu', 'cuda' or 'cuda:N', found 'tpu'"):
             tpde.fold(chain.pairs, tmp_path / "out", base=base, device="tpu")
-        with pytest.raises(tpde.DeviceUnavailable):
+        with raises("no_device"):
             tpde.fold(chain.pairs, tmp_path / "out", base=base, device="cuda:99")
         pairs = [chain.damaged(1, tmp_path) if n == 1 else pair for n, pair in enumerate(chain.pairs)]
         # Outputs are checked before a pair is applied.
-        with pytest.raises(tpde.AlreadyExists):
+        with raises("already_exists"):
             tpde.fold(pairs, tmp_path / "first", base=base, device="cuda")
         with pytest.raises(tpde.Step) as caught:
             tpde.fold(pairs, tmp_path / "out", base=base, device="cuda")

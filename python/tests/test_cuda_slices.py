@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tpde
+from conftest import raises
 from test_slices import RANKS, SHAPES, SPLIT, Arrays, Cut, cut, rows  # noqa: F401 (a fixture)
 
 # If TPDE_GPU is set, a missing PyTorch fails here.
@@ -183,7 +184,7 @@ class TestSlices:
         pair = opened(cut.pair, "file")
 
         def refuse(wanted: list[tpde.Slice], error: type[Exception], message: str, **options: Any) -> Any:
-            with pytest.raises(error, match=message) as caught:
+            with raises(error, match=message) as caught:
                 tpde.torch.apply_slices_(wanted, options.pop("pair", pair), **options)
             assert same(held, cut.shards(1, cut.base)[0])
             return caught.value
@@ -196,10 +197,10 @@ class TestSlices:
         other = [tpde.Slice("q", np.s_[:128], to_device(torch.zeros(128, 96)))]
         refuse([slices[0]], tpde.NotHeld, "the base lacks some of", base=other)
         refuse([slices[0]], tpde.InvalidArgument, "no slice of the base tensor q", base={})
-        refuse([tpde.Slice("q", np.s_[256:384], q)], tpde.Incomplete, "lacks the elements", pair=cut.half)
+        refuse([tpde.Slice("q", np.s_[256:384], q)], "incomplete", "lacks the elements", pair=cut.half)
         refuse([slices[0]], tpde.InvalidArgument, "on that device too, not in files", base=cut.base_file)
         refuse([slices[0], tpde.Slice("k", rows(1, 32), held["qkv"][127:159])], tpde.InvalidArgument, "overlaps")
-        refuse([tpde.Slice("o", np.s_[:, 128:256], o[:, ::2])], tpde.NotContiguous, "strides")
+        refuse([tpde.Slice("o", np.s_[:, 128:256], o[:, ::2])], "not_contiguous", "strides")
         refuse([tpde.Slice("q", np.s_[128:256], q.t())], tpde.InvalidArgument, r"\[96, 128\]|strides")
         refuse([slices[0]], tpde.InvalidArgument, "overlaps the base", base=[slices[0]])
         on_cpu = cut.shards(1, cut.base)[1]
@@ -214,7 +215,7 @@ class TestSlices:
         fused = to_device(torch.zeros(4, 100, 64))
         fused[:, 30:70] = to_device(torch.from_numpy(cut.base["stack"].copy()))
         before = raw(fused)
-        with pytest.raises(tpde.NotContiguous, match="pass one slice per index of the first dim"):
+        with raises("not_contiguous", match="pass one slice per index of the first dim"):
             tpde.torch.apply_slices_([tpde.Slice("stack", ..., fused[:, 30:70], whole)], cut.pair)
         # The pair is cut along both inner dims, and the slice has all parts. The error says how the pair must be cut instead.
         blocks = [np.s_[:, y, x] for y in (slice(0, 20), slice(20, 40)) for x in (slice(0, 32), slice(32, 64))]
@@ -394,7 +395,7 @@ class TestSteps:
                 # Sums find it; a part cannot be told from its tensor's digest.
                 assert caught.value.number == number and isinstance(caught.value.__cause__, (cause, tpde.Invalid))
         assert same(live, chain.versions[0]) and same(held, chain.cut.shards(1, chain.versions[0])[0])
-        with pytest.raises(tpde.UnexpectedPair):
+        with raises("unexpected_pair"):
             tpde.torch.apply_(live, chain.pairs, expect="0" * 64)
         assert tpde.torch.apply_(live, chain.pairs, expect=tpde.inspect(chain.pairs[-1]).pair_digest) == "applied"
 

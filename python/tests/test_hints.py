@@ -18,6 +18,7 @@ import tpde
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
+from conftest import raises  # noqa: E402
 from test_misuse import Calls, public, weights  # noqa: E402
 
 import tpde.nn  # noqa: E402
@@ -214,7 +215,7 @@ def test_the_error_has_a_hint(situation: str, where: str, calls: Calls, monkeypa
 def test_errors_with_hints_can_be_pickled(tmp_path: Path) -> None:
     import pickle
 
-    with pytest.raises(tpde.NotFound) as caught:
+    with raises("not_found") as caught:
         tpde.inspect(tmp_path / "no")
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) and str(again).splitlines()[1].startswith("hint: a pair is named")
@@ -224,7 +225,7 @@ def test_errors_with_hints_can_be_pickled(tmp_path: Path) -> None:
 def test_an_output_that_exists(name: str, calls: Calls) -> None:
     arguments = right(calls, public()[name])
     public()[name](**arguments)
-    with pytest.raises(tpde.AlreadyExists, match="hint: replace=True replaces what exists"):
+    with raises("already_exists", match="hint: replace=True replaces what exists"):
         public()[name](**arguments)
 
 
@@ -242,7 +243,7 @@ def test_a_base_that_is_passed_as_the_path(function: Any, calls: Calls) -> None:
 
 
 def test_a_base_that_is_passed_as_the_device(calls: Calls) -> None:
-    with pytest.raises(tpde.DeviceUnavailable, match="a base is passed as base="):
+    with raises("no_device", match="a base is passed as base="):
         tpde.torch.load_file(calls.folder / "pair", str(calls.folder / "base.safetensors"))
 
 
@@ -259,10 +260,10 @@ def test_chains_and_merges(calls: Calls) -> None:
             function([pair, pair], calls.new(), base=base)
         with pytest.raises(tpde.Step if function is not tpde.apply else tpde.Invalid, match="pass that as base="):
             function([pair], calls.new())
-    with pytest.raises(tpde.NotMergeable, match="subset makes a pair without the tensor"):
+    with raises("not_mergeable", match="subset makes a pair without the tensor"):
         tpde.merge([pair, pair], calls.new())
     tpde.encode(base, calls.folder / "with-file", base=base)
-    with pytest.raises(tpde.NotMergeable, match="files=False merges"):
+    with raises("not_mergeable", match="files=False merges"):
         tpde.merge([calls.folder / "with-file", calls.folder / "half"], calls.new())
 
 
@@ -282,7 +283,7 @@ def test_weights_that_are_not_the_base(calls: Calls) -> None:
 
 def test_stores(calls: Calls, made: Any) -> None:
     for location in (calls.folder, calls.folder / "nothing", calls.folder / "base.safetensors"):
-        with pytest.raises(tpde.NotAStore, match=r"hint: tpde\.store\.init makes a store"):
+        with raises("not_a_store", match=r"hint: tpde\.store\.init makes a store"):
             tpde.store.Store(location)
     for open_ in (tpde.store.Store, tpde.store.init):
         with pytest.raises(
@@ -290,9 +291,9 @@ def test_stores(calls: Calls, made: Any) -> None:
         ):
             open_("https://host/store")
     store, bad = calls.store, HUB
-    with pytest.raises(tpde.NoVersion, match="hint: list the branches, or the log of one"):
+    with raises("no_version", match="hint: list the branches, or the log of one"):
         store.get("rebuilt.safetensors", "main@0")  # swapped
-    with pytest.raises(tpde.AlreadyExists, match="get replaces nothing: choose another output") as caught:
+    with raises("already_exists", match="get replaces nothing: choose another output") as caught:
         store.get("main", calls.folder / "base.safetensors")
     assert "replace=True" not in str(caught.value)
     for call in (
@@ -301,7 +302,7 @@ def test_stores(calls: Calls, made: Any) -> None:
         lambda: store.load("main", have={"main@0": bad}),
         lambda: store.fold("main@0", "main@1", have={"main@0": bad}),
     ):
-        with pytest.raises(tpde.NotFound, match="hf download NAME"):
+        with raises("not_found", match="hf download NAME"):
             call()
     store.put(made.base, branch="outside", external="hub/name")
     for call in (
@@ -309,8 +310,8 @@ def test_stores(calls: Calls, made: Any) -> None:
         lambda: store.get("outside", calls.new()),
         lambda: store.load("outside"),
     ):
-        with pytest.raises(
-            tpde.ExternalVersion,
+        with raises(
+            "external",
             match=re.escape("hint: have={version: path} passes it as a base; if it is this version that is wanted"),
         ):
             call()

@@ -261,7 +261,7 @@ def raw_error(call: Callable[[], Any], *, lists: bool = True) -> str | None:
         if lists and inspect.isgenerator(found):
             list(found)
     except (tpde.TpdeError, TypeError) as error:
-        return None if str(error) and not isinstance(error, tpde.Internal) else f"without a text: {error!r}"
+        return None if str(error) and getattr(error, "code", None) != "internal" else f"without a text: {error!r}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

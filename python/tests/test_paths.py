@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import Made, write_safetensors
+from conftest import Made, raises, write_safetensors
 
 
 def test_the_version_is_the_crate_s() -> None:
@@ -230,12 +230,12 @@ class TestErrors:
         assert "payload.crc32" in str(caught.value)
 
     def test_files(self, made: Made, tmp_path: Path) -> None:
-        with pytest.raises(tpde.NotFound) as caught:
+        with raises("not_found") as caught:
             tpde.inspect(tmp_path / "none")
         assert isinstance(caught.value, FileNotFoundError) and caught.value.errno == 2
         with pytest.raises(FileExistsError) as exists:
             tpde.encode(made.target, made.pair, base=made.base)
-        assert isinstance(exists.value, tpde.AlreadyExists) and isinstance(exists.value, tpde.TpdeError)
+        assert exists.value.code == "already_exists" and isinstance(exists.value, tpde.SystemRefused)
         tpde.encode(made.target, made.pair, base=made.base, replace=True, chunk_lanes=4096)
         (tmp_path / "text").write_text("no checkpoint at all")
         with pytest.raises(tpde.BadCheckpoint):
@@ -300,7 +300,7 @@ class TestErrors:
             }
 
     def test_a_panic_is_an_exception_too(self) -> None:
-        with pytest.raises(tpde.Internal, match="a panic for the tests"):
+        with raises("internal", match="a panic for the tests"):
             tpde._tpde._panic()
 
 

@@ -312,7 +312,8 @@ def test_a_target_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None
 
         try:
             tpde.encode(target, tmp_path / "p", progress=change, replace=True)
-        except tpde.Changed as error:
+        except tpde.SystemRefused as error:
+            assert error.code == "changed"
             assert changed and "target.safetensors" in error.what
             assert not list(tmp_path.glob("p*")) and not list(tmp_path.glob(".*"))
             return

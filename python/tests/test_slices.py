@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest import raises
 import tpde
 import tpde.numpy
 
@@ -136,20 +137,21 @@ def test_tied_tensors_in_parts_are_changed_once(cut: Cut, tmp_path: Path) -> Non
 def test_elements_that_a_pair_lacks_are_named(cut: Cut) -> None:
     with tpde.safe_open(cut.half, "np", base=cut.base) as opened:
         assert opened.get_slice("q")[100:256].tobytes() == cut.target["q"][100:256].tobytes()
-        with pytest.raises(tpde.Incomplete, match=r"the pair lacks the elements \[256:512, 0:96\] of tensor q") as caught:
+        with raises("incomplete", match=r"the pair lacks the elements \[256:512, 0:96\] of tensor q") as caught:
             opened.get_tensor("q")
         assert (caught.value.tensor, caught.value.missing) == ("q", (slice(256, 512, 1), slice(0, 96, 1)))
         again = pickle.loads(pickle.dumps(caught.value))
-        assert (type(again), str(again), again.missing) == (tpde.Incomplete, str(caught.value), caught.value.missing)
-        with pytest.raises(tpde.Incomplete, match=r"the elements \[90:91, 128:130\] of tensor o"):
+        assert (type(again), str(again), again.missing) == (tpde.NotHeld, str(caught.value), caught.value.missing)
+        assert again.code == "incomplete"
+        with raises("incomplete", match=r"the elements \[90:91, 128:130\] of tensor o"):
             opened.get_slice("o")[90, 120:130]
     live = {name: array.copy() for name, array in cut.base.items()}
-    with pytest.raises(tpde.Incomplete, match="of tensor o"):
+    with raises("incomplete", match="of tensor o"):
         tpde.numpy.apply_(live, cut.half)
     assert same(live, cut.base)
     _, slices = cut.shards(2, live)
     for base in (None, cut.base):
-        with pytest.raises(tpde.Incomplete, match=r"lacks the elements .* of tensor"):
+        with raises("incomplete", match=r"lacks the elements .* of tensor"):
             tpde.numpy.apply_slices_(slices, cut.half, base=base)
 
 
@@ -192,7 +194,7 @@ def test_slices_without_elements_are_left_out(cut: Cut) -> None:
 def refused(cut: Cut, slices: Any, error: type[Exception], message: str, **options: Any) -> Any:
     arrays = [one.tensor for one in slices if isinstance(getattr(one, "tensor", None), np.ndarray)]
     before = [array.copy() for array in arrays]
-    with pytest.raises(error, match=message) as caught:
+    with raises(error, match=message) as caught:
         tpde.numpy.apply_slices_(slices, cut.pair, **options)
     assert all(array.tobytes() == kept.tobytes() for array, kept in zip(arrays, before))
     return caught.value
@@ -203,15 +205,15 @@ def test_memory_without_regular_rows_is_refused(cut: Cut) -> None:
     array = np.zeros((128, 96), np.float32)
     rows = "expected contiguous rows at equal distances of at least 384 bytes"
     one = lambda tensor: [tpde.Slice("q", index, tensor)]  # noqa: E731
-    error = refused(cut, one(np.zeros((128, 192), np.float32)[:, ::2]), tpde.NotContiguous, rf"strides of \(768, 8\) bytes: {rows}")
+    error = refused(cut, one(np.zeros((128, 192), np.float32)[:, ::2]), "not_contiguous", rf"strides of \(768, 8\) bytes: {rows}")
     assert error.tensor == "q"
-    refused(cut, one(array[::-1]), tpde.NotContiguous, rf"strides of \(-384, 4\) bytes: {rows}")
-    refused(cut, one(array[:, ::-1]), tpde.NotContiguous, rf"strides of \(384, -4\) bytes: {rows}")
-    refused(cut, one(np.zeros((96, 128), np.float32).T), tpde.NotContiguous, rf"strides of \(4, 512\) bytes: {rows}")
-    refused(cut, one(np.lib.stride_tricks.as_strided(array, (128, 96), (8, 4))), tpde.NotContiguous, r"strides of \(8, 4\)")
-    refused(cut, one(np.broadcast_to(array[0], (128, 96))), tpde.NotContiguous, r"strides of \(0, 4\)")
+    refused(cut, one(array[::-1]), "not_contiguous", rf"strides of \(-384, 4\) bytes: {rows}")
+    refused(cut, one(array[:, ::-1]), "not_contiguous", rf"strides of \(384, -4\) bytes: {rows}")
+    refused(cut, one(np.zeros((96, 128), np.float32).T), "not_contiguous", rf"strides of \(4, 512\) bytes: {rows}")
+    refused(cut, one(np.lib.stride_tricks.as_strided(array, (128, 96), (8, 4))), "not_contiguous", r"strides of \(8, 4\)")
+    refused(cut, one(np.broadcast_to(array[0], (128, 96))), "not_contiguous", r"strides of \(0, 4\)")
     uneven = np.zeros((4, 50, 64), np.float32)[:, :40]
-    refused(cut, [tpde.Slice("stack", ..., uneven)], tpde.NotContiguous, r"strides of \(12800, 256, 4\) bytes")
+    refused(cut, [tpde.Slice("stack", ..., uneven)], "not_contiguous", r"strides of \(12800, 256, 4\) bytes")
     array.flags.writeable = False
     refused(cut, one(array), tpde.InvalidArgument, "tensor 'q' is read-only")
     refused(cut, one(np.zeros((128, 96))), tpde.InvalidArgument, r"shape \[512, 96\] is F64 \[128, 96\]: expected F32 \[128, 96\]")
@@ -230,10 +232,10 @@ def test_rectangles_that_a_tensor_lacks_are_refused(cut: Cut) -> None:
         return [tpde.Slice(name, index, np.zeros((128, 96), np.float32))]
 
     beyond = r"slice of tensor 'q' of shape \[512, 96\]: "
-    refused(cut, one(np.s_[400:528]), tpde.OutOfRange, beyond + "index 528 is beyond a dim of 512")
-    refused(cut, one(np.s_[-600:]), tpde.OutOfRange, beyond + "index -600 is beyond")
-    refused(cut, one(512), tpde.OutOfRange, beyond + "index 512 is beyond")
-    refused(cut, one(np.s_[:, :, :]), tpde.OutOfRange, beyond + "3 indices for 2 dims")
+    refused(cut, one(np.s_[400:528]), "out_of_range", beyond + "index 528 is beyond a dim of 512")
+    refused(cut, one(np.s_[-600:]), "out_of_range", beyond + "index -600 is beyond")
+    refused(cut, one(512), "out_of_range", beyond + "index 512 is beyond")
+    refused(cut, one(np.s_[:, :, :]), "out_of_range", beyond + "3 indices for 2 dims")
     refused(cut, one(np.s_[::4]), tpde.InvalidArgument, beyond + "a slice with a step of 4 selects no rectangle")
     refused(cut, one(np.s_[::-1]), tpde.InvalidArgument, beyond + "slices with a negative step")
     refused(cut, one([1, 2]), tpde.InvalidArgument, beyond + "a list as index")
@@ -343,7 +345,7 @@ def test_slices_that_cannot_be_encoded_are_refused(cut: Cut, tmp_path: Path) -> 
     _, base = cut.shards(1, cut.base)
 
     def refuse(slices: Any, error: type[Exception], message: str, **options: Any) -> Any:
-        with pytest.raises(error, match=message) as caught:
+        with raises(error, match=message) as caught:
             tpde.numpy.save_file(slices, tmp_path / "x", **options)
         assert not list(tmp_path.glob("x*"))
         return caught.value
@@ -352,7 +354,7 @@ def test_slices_that_cannot_be_encoded_are_refused(cut: Cut, tmp_path: Path) -> 
     refuse(
         [tpde.Slice("q", q.index, q.tensor)], tpde.InvalidArgument, "slice of tensor 'q' has no shape: expected that of the whole"
     )
-    refuse([tpde.Slice("q", q.index, q.tensor, (200, 96))], tpde.OutOfRange, r"of shape \[200, 96\]: index 256 is beyond")
+    refuse([tpde.Slice("q", q.index, q.tensor, (200, 96))], "out_of_range", r"of shape \[200, 96\]: index 256 is beyond")
     refuse(
         [tpde.Slice("q", q.index, q.tensor[:5], SHAPES["q"])], tpde.InvalidArgument, r"is F32 \[5, 96\]: expected F32 \[128, 96\]"
     )
@@ -394,9 +396,9 @@ def test_torch_tensors(cut: Cut) -> None:
     assert same({name: tensor.numpy() for name, tensor in base.items()}, cut.target)
 
     one = lambda tensor: [tpde.Slice("q", np.s_[:128], tensor)]  # noqa: E731
-    with pytest.raises(tpde.NotContiguous, match=r"shape \(128, 96\) and strides of \(4, 512\) bytes"):
+    with raises("not_contiguous", match=r"shape \(128, 96\) and strides of \(4, 512\) bytes"):
         tpde.torch.apply_slices_(one(torch.zeros(96, 128).T), cut.pair)
-    with pytest.raises(tpde.NotContiguous, match=r"strides of \(0, 4\) bytes"):
+    with raises("not_contiguous", match=r"strides of \(0, 4\) bytes"):
         tpde.torch.apply_slices_(one(torch.zeros(96).expand(128, 96)), cut.pair)
     with pytest.raises(tpde.InvalidArgument, match=r"is F16 \[128, 96\]: expected F32 \[128, 96\]"):
         tpde.torch.apply_slices_(one(torch.zeros(128, 96, dtype=torch.float16)), cut.pair)
@@ -462,7 +464,7 @@ def test_views_with_rows_at_two_distances_are_several_slices(cut: Cut) -> None:
     fused = np.zeros((4, 100, 64), np.float32)
     fused[:, 30:70] = cut.base["stack"]
     message = "expected contiguous rows at equal distances of at least 256 bytes: pass one slice per index of the first dim"
-    with pytest.raises(tpde.NotContiguous, match=message):
+    with raises("not_contiguous", match=message):
         tpde.numpy.apply_slices_([tpde.Slice("stack", ..., fused[:, 30:70])], cut.pair)
     slices = [tpde.Slice("stack", expert, fused[expert, 30:70]) for expert in range(4)]
     assert tpde.numpy.apply_slices_(slices, cut.pair) == "applied"

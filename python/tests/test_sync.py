@@ -17,6 +17,7 @@ import tpde
 
 torch = pytest.importorskip("torch")
 
+from conftest import raises  # noqa: E402
 import loaders  # noqa: E402 (needs torch)
 from test_recorder import Repacking, same  # noqa: E402
 
@@ -156,7 +157,7 @@ def test_versions_never_run_ahead(tmp_path: Path) -> None:
     fast, slow = Engine(tmp_path, "fast", 0, 1, version=0), Engine(tmp_path, "slow", 0, 1, version=0)
     trainer.publish()
     assert fast.update() == [1]
-    with pytest.raises(tpde.NotAcknowledged, match="version 1 is not confirmed by all subscribers: slow sent no answer") as caught:
+    with raises("not_acknowledged", match="version 1 is not confirmed by all subscribers: slow sent no answer") as caught:
         trainer.publish()
     assert (caught.value.version, caught.value.waiting, caught.value.failed) == (1, ["slow"], {})
     assert trainer.channel.versions() == [0, 1] and trainer.publisher.version == 1
@@ -174,7 +175,7 @@ def test_a_subscriber_that_joins_late(tmp_path: Path) -> None:
         trainer.publish()
         first.update()
     same_layout = Engine(tmp_path, "second", 0, 2, version=0)
-    with pytest.raises(tpde.NotAcknowledged, match="second sent no answer"):
+    with raises("not_acknowledged", match="second sent no answer"):
         trainer.publish()
     assert same_layout.update() == [1, 2]  # by the pairs that it missed
     other_layout, unknown = Engine(tmp_path, "third", 1, 2, version=0), Engine(tmp_path, "fourth", 0, 1, version=-1)
@@ -198,7 +199,7 @@ def test_a_failure_reaches_the_trainer(tmp_path: Path) -> None:
     with pytest.raises(tpde.WrongBase):
         engine.update()
     assert engine.subscriber.version == 0 and same(engine.model.parameters, before)
-    with pytest.raises(tpde.NotAcknowledged, match="rank0 failed: .*does not hold the base|rank0 failed: ") as caught:
+    with raises("not_acknowledged", match="rank0 failed: .*does not hold the base|rank0 failed: ") as caught:
         trainer.publish()
     assert caught.value.failed.keys() == {"rank0"} and trainer.channel.versions() == [0, 1]
     # The memory is what it was: the same version can be applied again.
@@ -362,7 +363,7 @@ def test_random_interleavings(seed: int, tmp_path: Path, monkeypatch: pytest.Mon
             work()
         except Ended:
             return True
-        except tpde.NotAcknowledged:
+        except tpde.SyncError:
             pass
         finally:
             ending.left = None

@@ -15,6 +15,7 @@ import tpde
 
 torch = pytest.importorskip("torch")
 
+from conftest import raises  # noqa: E402
 from groups import Hub, Rank, together  # noqa: E402 (needs torch)
 from test_group import Engine as GroupEngine  # noqa: E402
 from test_group import Trainer as GroupTrainer  # noqa: E402
@@ -38,7 +39,7 @@ def followed(folder: Path, versions: int) -> tuple[Trainer, Engine]:
 def test_a_number_that_the_channel_does_not_have_is_refused(tmp_path: Path) -> None:
     trainer, _ = followed(tmp_path, 1)
     for version in (2, 3, 10**9):
-        with pytest.raises(tpde.UnknownVersion, match=f"has no version {version}: its last one is 1") as caught:
+        with raises("unknown_version", match=f"has no version {version}: its last one is 1") as caught:
             Engine(tmp_path, "other", 0, 1, version=version)
         assert caught.value.version == version
     assert trainer.channel.subscribers().keys() == {"one"}
@@ -54,7 +55,7 @@ def test_a_version_of_another_run_is_refused(tmp_path: Path) -> None:
     # A trainer that began again on a new folder, and has got as far.
     trainer, _ = followed(tmp_path / "new", 2)
     for channel in (trainer.channel, tpde.sync.Folder(tmp_path / "empty")):
-        with pytest.raises(tpde.UnknownVersion, match="is of another run|it has no versions") as caught:
+        with raises("unknown_version", match="is of another run|it has no versions") as caught:
             tpde.sync.Subscriber(engine.map, channel, "late", version=version)
         assert caught.value.found == version.id != caught.value.expected
     assert trainer.channel.subscribers().keys() == {"one"}
@@ -72,7 +73,7 @@ def test_a_folder_that_was_replaced(versions: int, tmp_path: Path) -> None:
     followed(tmp_path / "run", versions)
     before = {name: one.clone() for name, one in engine.model.parameters.items()}
     for work in (engine.update, engine.update, engine.subscriber.stage, trainer.publish):
-        with pytest.raises(tpde.UnknownVersion):
+        with raises("unknown_version"):
             work()
     assert engine.subscriber.version == 2 and same(engine.model.parameters, before)
     assert tpde.sync.Folder(tmp_path / "run").versions() == list(range(versions + 1))
@@ -86,11 +87,11 @@ def test_a_folder_that_went_back_to_a_copy(tmp_path: Path) -> None:
     assert engine.update() == [2]
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "copy").rename(tmp_path / "run")
-    with pytest.raises(tpde.UnknownVersion, match="has no version 2"):
+    with raises("unknown_version", match="has no version 2"):
         engine.update()
     tpde.sync.Folder(tmp_path / "run").drop("one")
     Trainer(tmp_path / "run").publish()
-    with pytest.raises(tpde.UnknownVersion, match="version 2 of .* is of another run"):
+    with raises("unknown_version", match="version 2 of .* is of another run"):
         engine.update()
 
 
@@ -99,7 +100,7 @@ def test_a_subscriber_without_a_version_notices_another_run(tmp_path: Path) -> N
     engine = Engine(tmp_path / "run", "none", 0, 1, version=-1)
     shutil.rmtree(tmp_path / "run")
     Trainer(tmp_path / "run")
-    with pytest.raises(tpde.UnknownVersion):
+    with raises("unknown_version"):
         engine.update()
     # It has no version, so it may join any run.
     again = tpde.sync.Subscriber(engine.map, tpde.sync.Folder(tmp_path / "run"), "none", version=engine.subscriber.version)
@@ -112,10 +113,10 @@ def test_a_publisher_does_not_count_a_version_of_another_run(tmp_path: Path) -> 
     engine = Engine(tmp_path, "early", 0, 1, version=3)
     trainer = Trainer(tmp_path)
     for work in (trainer.publish, trainer.publisher.wait):
-        with pytest.raises(tpde.NotAcknowledged, match="early failed: UnknownVersion: .* has no version 3") as caught:
+        with raises("not_acknowledged", match="early failed: unknown_version: .* has no version 3") as caught:
             work()
         assert caught.value.failed.keys() == {"early"} and trainer.channel.versions() == [0]
-    with pytest.raises(tpde.UnknownVersion):
+    with raises("unknown_version"):
         engine.update()
     engine = Engine(tmp_path, "early", 0, 1, version=0)
     trainer.publish()
@@ -124,7 +125,7 @@ def test_a_publisher_does_not_count_a_version_of_another_run(tmp_path: Path) -> 
     (answer,) = (tmp_path / "answers" / record.stem).iterdir()
     changed = json.loads(answer.read_text())
     answer.write_text(json.dumps({**changed, "id": "0" * 32}))
-    with pytest.raises(tpde.NotAcknowledged, match="early failed: UnknownVersion: version 1 .* is of another run"):
+    with raises("not_acknowledged", match="early failed: unknown_version: version 1 .* is of another run"):
         trainer.publish()
 
 
@@ -165,13 +166,13 @@ def test_a_group_refuses_on_both_sides(claimed: str, tmp_path: Path) -> None:
     trainer = GroupTrainer(Rank(hub, 0), tmp_path)
 
     def trains() -> int:
-        with pytest.raises(tpde.NotAcknowledged, match="old failed: UnknownVersion") as caught:
+        with raises("not_acknowledged", match="old failed: unknown_version") as caught:
             trainer.publish()
         assert caught.value.failed.keys() == {"old"} and trainer.publisher.version == versions
         return trainer.publish().version
 
     def refused() -> list[int]:
-        with pytest.raises(tpde.UnknownVersion):
+        with raises("unknown_version"):
             old.subscriber.update()
         # It joins again, without a version.
         old.subscriber = tpde.sync.Subscriber(old.map, old.subscriber._channel, "old", version=-1)
@@ -241,7 +242,7 @@ class Changing:
 
 
 def check_refused(work: Callable[[], Any], expected: dict[str, list[str]]) -> None:
-    with pytest.raises(tpde.OtherTensors) as caught:
+    with raises("other_tensors") as caught:
         work()
     assert {name: getattr(caught.value, name) for name in expected} == expected
     assert all(repr(name) in str(caught.value) for names in expected.values() for name in names[:3])
@@ -325,9 +326,9 @@ def test_a_source_that_no_subscriber_can_follow(weights: Any, tmp_path: Path) ->
         return
     early = Engine(tmp_path, "early", 0, 1, version=0)
     publisher = tpde.sync.Publisher(lambda: weights, tpde.sync.Folder(tmp_path), timeout=0)
-    with pytest.raises(tpde.OtherTensors, match="lack a tensor that the subscriber holds: 'k'"):
+    with raises("other_tensors", match="lack a tensor that the subscriber holds: 'k'"):
         Engine(tmp_path, "late", 0, 1, version=0)
-    with pytest.raises(tpde.NotAcknowledged, match="early failed: OtherTensors"):
+    with raises("not_acknowledged", match="early failed: other_tensors"):
         publisher.publish()
     assert publisher.version == 0 and early.subscriber.version == 0
     assert Small.shapes.keys() > weights.keys()

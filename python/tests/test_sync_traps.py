@@ -13,6 +13,7 @@ import tpde
 
 torch = pytest.importorskip("torch")
 
+from conftest import raises  # noqa: E402
 import loaders  # noqa: E402 (needs torch)
 from test_recorder import same  # noqa: E402
 from test_sync import Engine, Trainer, weights_of  # noqa: E402
@@ -168,7 +169,7 @@ def test_two_updates_in_flight(tmp_path: Path) -> None:
     trainer, engine = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1, version=0)
     trainer.publish()
     assert engine.subscriber.stage() == [1]
-    with pytest.raises(tpde.NotAcknowledged, match="one sent no answer"):
+    with raises("not_acknowledged", match="one sent no answer"):
         trainer.publish()  # the first one is staged, and not applied
     refused: list[BaseException] = []
 

@@ -48,12 +48,11 @@ def fold(
             and last target, and one more version if a pair changes names, dtypes or shapes.
 
     Raises:
-        UnexpectedPair: The last pair does not have the digest ``expect``.
         Step: A pair does not fit the version before it, or is damaged; ``__cause__`` says which.
-        AlreadyExists: The new pair exists and ``replace`` is false.
+        SystemRefused (already_exists): The new pair exists and ``replace`` is false.
         InvalidArgument: No pair is passed, the output is an input, under any name or link, or an option has no such value.
-        DeviceUnavailable, DeviceFailed: There is no such device, it fails, or its memory does not suffice.
-        Invalid, Limit, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
+        DeviceError: There is no such device, it fails, or its memory does not suffice.
+        Invalid, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     check_kinds(device=device)
     if device not in (None, "cpu") and codec is None and layout is None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._errors import BadCheckpoint, Disconnected, InvalidArgument, reason_of
+from ._errors import BadCheckpoint, InvalidArgument, make_error, reason_of
 from ._torch_memory import check_device
 
 
@@ -143,7 +143,7 @@ class Messages:
 
     def _use(self) -> _Use:
         if self._lost is not None:
-            raise Disconnected(f"the channel is disconnected: {self._lost}", reason=self._lost)
+            raise make_error("disconnected", f"the channel is disconnected: {self._lost}", reason=self._lost)
         return _Use(self)
 
 
@@ -177,4 +177,6 @@ class _Use:
             return
         self._messages._lost = reason_of(error)
         if isinstance(error, Exception):
-            raise Disconnected(f"the channel is disconnected: {self._messages._lost}", reason=self._messages._lost) from error
+            raise make_error(
+                "disconnected", f"the channel is disconnected: {self._messages._lost}", reason=self._messages._lost
+            ) from error

@@ -17,7 +17,7 @@ import torch
 from . import _torch_memory, _tpde
 from ._arguments import check_kinds
 from ._entry import Entry
-from ._errors import AlreadyApplied, DeviceFailed, DeviceUnavailable, InvalidArgument, OutOfMemory
+from ._errors import AlreadyApplied, DeviceError, InvalidArgument, OutOfMemory, make_error
 from ._paths import Digest, StrPath, digest_of, open_pair, path_of
 from ._progress import Progress, progress_callback
 from ._tensor import Memories, Memory, SliceMemory
@@ -47,7 +47,7 @@ class Device:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # for example, a process forked after CUDA was initialized
-            raise DeviceUnavailable(f"PyTorch cannot use {device}: {error}", device=str(device)) from error
+            raise make_error("no_device", f"PyTorch cannot use {device}: {error}", device=str(device)) from error
         with torch.cuda.device(device):
             torch.cuda.current_stream()
             self.raw = self.with_room(_tpde.Device)(device.index)
@@ -58,7 +58,7 @@ class Device:
         """The device, opened once per process."""
         checked = check_device(device)
         if checked.type != "cuda":
-            raise DeviceUnavailable(f"expected a CUDA device, found {checked}", device=str(checked))
+            raise make_error("no_device", f"expected a CUDA device, found {checked}", device=str(checked))
         key = (os.getpid(), checked.index)
         if key not in cls._opened:
             cls._opened[key] = cls(checked)
@@ -109,8 +109,8 @@ class Device:
         def call(*arguments: Any, **how: Any) -> _Result:
             try:
                 return work(*arguments, **how)
-            except DeviceFailed as error:
-                if "CUDA_ERROR_OUT_OF_MEMORY" not in error.reason:
+            except DeviceError as error:
+                if "CUDA_ERROR_OUT_OF_MEMORY" not in (error.reason or ""):
                     raise
             torch.cuda.empty_cache()
             return work(*arguments, **how)
@@ -128,7 +128,7 @@ class Device:
         try:
             current = torch.cuda.current_device()
         except RuntimeError as error:  # a process forked after CUDA was used
-            raise DeviceUnavailable(f"PyTorch cannot use {self.torch}: {error}", device=str(self.torch)) from error
+            raise make_error("no_device", f"PyTorch cannot use {self.torch}: {error}", device=str(self.torch)) from error
         if current == self.torch.index:
             return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.torch):
@@ -303,9 +303,8 @@ class DevicePair:
         progress: As for :func:`tpde.encode`, for reading the payloads to memory.
 
     Raises:
-        UnexpectedPair: The pair does not have the digest ``expect``.
-        Invalid, Limit, SystemRefused: The pair is damaged, too large, or cannot be read.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
+        Invalid, SystemRefused: The pair is damaged, too large, or cannot be read.
+        DeviceError, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Encoder:
         device: The CUDA device.
 
     Raises:
-        DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
+        DeviceError: There is no such device, or it fails.
     """
 
     def __init__(self, device: Any = "cuda") -> None:
@@ -72,7 +72,7 @@ class Encoder:
                 :func:`tpde.torch.save_file`.
 
         Raises:
-            Invalid, Limit, SystemRefused: ``base_pair`` is damaged, too large, or cannot be read.
+            Invalid, SystemRefused: ``base_pair`` is damaged, too large, or cannot be read.
             Exception: Those of :func:`tpde.torch.save_file`.
         """
         how = options(

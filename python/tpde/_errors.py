@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +13,14 @@ from typing import Any
 class TpdeError(Exception):
     """The base class of all exceptions of this package, except Python's own for wrong argument types.
 
-    Keyword arguments of the constructor become attributes. A listed attribute that was not passed is ``None`` if the class has
-    that default, otherwise it is missing. The text of some errors has a second line with a hint: a likely cause, or what helps.
+    A class groups errors that a caller handles in the same way. ``code`` is the exact kind, a word that stays the same between
+    releases. The program prints the same words with ``--json``. Keyword arguments of the constructor become attributes. A listed
+    attribute is ``None`` where it does not apply. The text of some errors has a second line with a hint: a likely cause, or what helps.
+
+    Codes: ``"internal"``, a bug of this package, and ``"other"``.
     """
 
+    code: str = "other"
     _hint: str | None = None
 
     def __init__(self, message: str, **attributes: Any) -> None:
@@ -31,23 +37,47 @@ class TpdeError(Exception):
         return self._message if self._hint is None else f"{self._message}\nhint: {self._hint}"
 
     def __reduce__(self) -> Any:
-        return _revive, (type(self), self._message, self._attributes)
+        return _revive, (self.code, self._message, self._attributes)
 
 
-def _revive(kind: type[TpdeError], message: str, attributes: dict[str, Any]) -> TpdeError:
-    return kind(message, **attributes)
+def _revive(code: str, message: str, attributes: dict[str, Any]) -> TpdeError:
+    return make_error(code, message, **attributes)
 
 
-def reason_of(error: BaseException) -> str:
-    """Type and text of an error on one line, for the text of another one. Without a hint, which is about the arguments of one call."""
-    return f"{type(error).__name__}: {error._message if isinstance(error, TpdeError) else error}"
+class InvalidArgument(TpdeError, ValueError):
+    """An argument is wrong: a name, a range, a size, or a kind of tensor.
+
+    Codes:
+
+    - ``"invalid_argument"``
+    - ``"not_contiguous"``: ``tensor`` is not contiguous, or a slice has no rows of contiguous elements at equal distances.
+      ``tensor.contiguous()`` makes a contiguous copy.
+    - ``"out_of_range"``: an index beyond the tensor, also an :class:`IndexError`.
+    - ``"not_mergeable"``: two pairs contradict each other. Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"``
+      if its dtypes or shapes differ, ``"cuts"`` if its parts do not nest, ``"base"`` if the pairs have different bases, or
+      ``"file"``), ``name`` of the tensor, base tensor or file, ``pairs``, the two paths, and ``found``, the property in each pair.
+    """
+
+    code = "invalid_argument"
+    tensor: str | None = None
+    conflict: str | None = None
+    name: str | None = None
+    pairs: tuple[str, str] | None = None
+    found: Any = None
 
 
 class SystemRefused(TpdeError, OSError):
-    """A call of the operating system failed. Attributes: ``action``, ``path``, ``errno`` (``None`` if it gave none)."""
+    """A call of the operating system failed. Attributes: ``action``, ``path``, ``errno`` (``None`` if it gave none).
 
+    Codes: ``"io"``; ``"not_found"``, a file or folder does not exist, also a :class:`FileNotFoundError`; ``"already_exists"``, a file
+    exists and ``replace`` is false, also a :class:`FileExistsError`; ``"changed"``, the file or the part of a blob that ``what`` names
+    changed while it was being read, so that reading it again may succeed.
+    """
+
+    code = "io"
     action: str | None = None
     path: os.PathLike[str] | None = None
+    what: str | None = None
 
     def __init__(self, message: str, **attributes: Any) -> None:
         OSError.__init__(self, attributes.get("errno"), message)
@@ -55,54 +85,30 @@ class SystemRefused(TpdeError, OSError):
         self.filename = attributes.get("path")
 
 
-class NotFound(SystemRefused, FileNotFoundError):
-    """A file or folder does not exist."""
-
-
-class AlreadyExists(SystemRefused, FileExistsError):
-    """A file exists and ``replace`` is false."""
-
-
-@contextlib.contextmanager
-def asked(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the operating system in the block become those of this package. ``action`` is a verb."""
-    try:
-        yield
-    except TpdeError:
-        raise
-    except OSError as error:
-        kind = NotFound if isinstance(error, FileNotFoundError) else SystemRefused
-        kind = AlreadyExists if isinstance(error, FileExistsError) else kind
-        reason = os.strerror(error.errno) if error.errno is not None else str(error)
-        raise kind(f"cannot {action} {os.fspath(path)}: {reason}", action=action, path=path, errno=error.errno) from error
-
-
 class Invalid(TpdeError, ValueError):
-    """A pair violates the specification, or its bytes are damaged.
+    """A pair is refused.
 
-    Attributes: ``rule`` (id in the specification), ``section``, ``pair`` (path of the pair, if it is an input of a merge),
-    ``tensor``, ``entry`` (index in the tensor table, if the name is not known), ``chunk`` (index in the index map), ``expected``,
-    ``found``; pair, tensor, entry and chunk are ``None`` where they do not apply.
+    Codes:
+
+    - ``"invalid"``: the pair violates the specification, or its bytes are damaged. Attributes: ``rule`` (id in the specification),
+      ``section``, ``pair`` (path of the pair, if it is an input of a merge), ``tensor``, ``entry`` (index in the tensor table, if the
+      name is not known), ``chunk`` (index in the index map), ``expected``, ``found``.
+    - ``"unexpected_pair"``: the index does not have the pair digest that ``expect`` states. Nothing else of the pair was read.
+      Attributes: ``expected`` and ``found``, the digests in hexadecimal.
+    - ``"limit"``: a value in a file exceeds the reader's limits. Attributes: ``what``, ``limit``, ``found``.
     """
 
-    rule: str
-    section: str
+    code = "invalid"
+    rule: str | None = None
+    section: str | None = None
     pair: str | None = None
     tensor: str | None = None
     entry: int | None = None
     chunk: int | None = None
-    expected: str
-    found: str
-
-
-class UnexpectedPair(TpdeError, ValueError):
-    """The index does not have the pair digest that ``expect`` states. Nothing else of the pair was read.
-
-    Attributes: ``expected`` and ``found``, the digests in hexadecimal.
-    """
-
-    expected: str
-    found: str
+    expected: str | None = None
+    found: Any = None
+    what: str | None = None
+    limit: int | None = None
 
 
 class WrongBase(TpdeError, ValueError):
@@ -111,32 +117,26 @@ class WrongBase(TpdeError, ValueError):
     Attributes: ``tensor``, the first tensor of the pair whose base differs, ``base``, the name of the base tensor, ``expected`` and
     ``found``, its digests; ``rule``, ``"chunk.base_sum"`` with the ``chunk`` (index in the index map) whose sum differs, or
     ``"tensor.base_digest"``.
+
+    Codes: ``"wrong_base"``; ``"repacked"``, the memory of some modules does not hold the base, and that of others does: a kernel may
+    have changed the layout of their weights after they were loaded. Nothing was written, and ``modules`` has the names of these
+    modules.
     """
 
+    code = "wrong_base"
     tensor: str
     base: str | None = None
     chunk: int | None = None
     rule: str = "tensor.base_digest"
     expected: str
     found: str
-
-
-class Repacked(WrongBase):
-    """The memory of some modules does not hold the base, and that of others does: a kernel may have changed the layout of their
-    weights after they were loaded. Nothing was written.
-
-    Attributes: those of :class:`WrongBase`, and ``modules``, the names of these modules.
-    """
-
-    modules: list[str]
+    modules: list[str] | None = None
 
 
 class AlreadyApplied(TpdeError, ValueError):
-    """The base already is the target of the pair.
+    """The base already is the target of the pair. Attributes: ``tensor``, ``chunk`` and ``rule``, as for :class:`WrongBase`."""
 
-    Attributes: ``tensor``, ``chunk`` and ``rule``, as for :class:`WrongBase`; ``None`` where they are not known.
-    """
-
+    code = "already_applied"
     tensor: str | None = None
     chunk: int | None = None
     rule: str | None = None
@@ -149,49 +149,21 @@ class Step(TpdeError, ValueError):
     Attributes: ``number`` of the pair in the chain, from 1, and ``pair``, its path.
     """
 
+    code = "step"
     number: int
     pair: str
 
 
 class BadCheckpoint(TpdeError, ValueError):
-    """A file or folder is not a readable checkpoint. Attributes: ``path``, ``reason``."""
+    """Files are no checkpoint, or cannot become one. Attributes: ``path``, ``reason``.
 
-    path: os.PathLike[str]
-    reason: str
-
-
-class Changed(TpdeError, RuntimeError):
-    """A file changed while it was being read. Reading it again may succeed. Attribute: ``what``, the file or the part of a blob."""
-
-    what: str
-
-
-class NotWritable(TpdeError, ValueError):
-    """The target cannot be written as safetensors files. It can be rebuilt in memory. Attribute: ``reason``."""
-
-    reason: str
-
-
-class NotMergeable(TpdeError, ValueError):
-    """Two pairs contradict each other, so they cannot be merged.
-
-    Attributes: ``conflict`` (``"tensor"`` if both have the tensor, ``"type"`` if its dtypes or shapes differ, ``"cuts"`` if its
-    parts do not nest, ``"base"`` if the pairs have different bases, or ``"file"``), ``name`` of the tensor, base tensor or file,
-    ``pairs``, the two paths, and ``found``, the property in each pair.
+    Codes: ``"bad_checkpoint"``, a file or folder is not a readable checkpoint; ``"not_writable"``, the target cannot be written as
+    safetensors files. It can be rebuilt in memory.
     """
 
-    conflict: str
-    name: str
-    pairs: tuple[str, str]
-    found: tuple[str, str]
-
-
-class Limit(TpdeError, ValueError):
-    """A value in a file exceeds the reader's limits. Attributes: ``what``, ``limit``, ``found``."""
-
-    what: str
-    limit: int
-    found: int
+    code = "bad_checkpoint"
+    path: os.PathLike[str] | None = None
+    reason: str
 
 
 class Poisoned(TpdeError, RuntimeError):
@@ -202,201 +174,253 @@ class Poisoned(TpdeError, RuntimeError):
     write; ``[]`` and 0 if the tensors were being overwritten. ``__cause__`` is the first failure.
     """
 
+    code = "poisoned"
     written: list[int]
     total: int
 
 
-class InvalidArgument(TpdeError, ValueError):
-    """An argument is wrong: a name, a range, a size, or a kind of tensor."""
-
-
-class NotContiguous(InvalidArgument):
-    """A tensor is not contiguous, or a slice has no rows of contiguous elements at equal distances. ``tensor.contiguous()`` makes a
-    contiguous copy. Attribute: ``tensor``."""
-
-    tensor: str
-
-
 class NotHeld(InvalidArgument):
-    """Slices have only some elements of a chunk that is needed, or of a part to be encoded. Nothing was decoded or encoded.
+    """Elements that are needed are missing. Nothing was decoded or encoded. Attribute: ``tensor``.
 
-    Attributes: ``tensor``, and ``chunk`` (index in the index map), which is ``None`` for a part.
+    Codes: ``"not_held"``, slices have only some elements of the ``chunk`` (index in the index map), or of a part to be encoded;
+    ``"incomplete"``, the pair has only some parts of the tensor, and lacks the elements ``missing``, a tuple of slices.
     """
 
-    tensor: str
+    code = "not_held"
     chunk: int | None = None
+    missing: tuple[slice, ...] | None = None
 
 
 class NotRecorded(InvalidArgument):
     """A weight loader does what a map of slices cannot express. Nothing was written.
 
-    Attributes: ``operation``, its name in PyTorch, ``tensor``, ``parameter``, and ``where``, file, line and function of the loader;
-    ``None`` where they do not apply.
+    Attributes: ``operation``, its name in PyTorch, ``tensor``, ``parameter``, and ``where``, file, line and function of the loader.
     """
 
+    code = "not_recorded"
     operation: str | None = None
-    tensor: str | None = None
     parameter: str | None = None
     where: str | None = None
 
 
-class UnknownVersion(InvalidArgument):
-    """A channel does not have this version: the version is of another run, the channel was replaced, or the number is too high.
+class SyncError(TpdeError, RuntimeError):
+    """Trainer and receivers cannot go on as they are. Errors of the publisher: nothing was published.
 
-    Attributes: ``version``, and ``expected`` and ``found``, the ids of the channel's version of this number and of the claimed one;
-    ``None`` if there is no such version, or its id is not known.
+    Codes:
+
+    - ``"not_acknowledged"``: subscribers do not have the last version of a channel. Attributes: ``version``, ``failed``, errors by name
+      of the subscriber, and ``waiting``, names of those that have not answered.
+    - ``"rank_failed"``: another rank of the trainer failed. Attributes: ``rank``, and ``reason``, type and text of its error.
+    - ``"disconnected"``: a rank of a channel's group has ended, or its transport failed, as ``reason`` says. The channel cannot be
+      used again; parameters are not changed by this. Also a :class:`ConnectionError`.
+    - ``"unknown_version"``: a channel does not have the version: the version is of another run, the channel was replaced, or the number
+      is too high. Attributes: ``version``, and ``expected`` and ``found``, the ids of the channel's version of this number and of the
+      claimed one. Also an :class:`InvalidArgument`.
+    - ``"other_tensors"``: tensors are not those of the versions before. Attributes: ``missing``, ``extra``, and ``changed``, names of
+      tensors; those of ``changed`` have another dtype or shape. Also an :class:`InvalidArgument`.
     """
 
-    version: int
+    version: int | None = None
+    failed: dict[str, str]
+    waiting: list[str]
+    rank: int | None = None
+    reason: str | None = None
     expected: str | None = None
     found: str | None = None
-
-
-class OtherTensors(InvalidArgument):
-    """Tensors are not those of the versions before. Nothing was published.
-
-    Attributes: ``missing``, ``extra``, and ``changed``, names of tensors; those of ``changed`` have another dtype or shape.
-    """
-
     missing: list[str]
     extra: list[str]
     changed: list[str]
 
 
-class NotAcknowledged(TpdeError, RuntimeError):
-    """Subscribers do not have the last version of a channel. Nothing was published.
-
-    Attributes: ``version``, ``failed``, errors by name of the subscriber, and ``waiting``, names of those that have not answered.
-    """
-
-    version: int
-    failed: dict[str, str]
-    waiting: list[str]
-
-
-class RankFailed(TpdeError, RuntimeError):
-    """Another rank of the trainer failed. Nothing was published. Attributes: ``rank``, and ``reason``, type and text of its error."""
-
-    rank: int
-    reason: str
-
-
-class Disconnected(TpdeError, ConnectionError):
-    """A rank of a channel's group has ended, or its transport failed. The channel cannot be used again; parameters are not changed by
-    this. Attribute: ``reason``."""
-
-    reason: str
-
-
-class Incomplete(InvalidArgument):
-    """The pair has only some parts of a tensor, and lacks elements that are needed. Nothing was decoded. Attributes: ``tensor``,
-    ``missing``, the first elements that the pair lacks, as a tuple of slices."""
-
-    tensor: str
-    missing: tuple[slice, ...]
-
-
-class OutOfRange(InvalidArgument, IndexError):
-    """An index beyond the tensor."""
-
-
 class OutOfMemory(TpdeError, MemoryError):
     """Not enough memory for a tensor. Attributes: ``tensor``, ``bytes``."""
 
+    code = "out_of_memory"
     tensor: str
     bytes: int
 
 
-class DeviceUnavailable(TpdeError, RuntimeError):
-    """There is no such device, no recent driver, or PyTorch cannot use the device. Attribute: ``device``."""
+class DeviceError(TpdeError, RuntimeError):
+    """A device cannot be used.
 
-    device: str
+    Codes: ``"no_device"``, there is no such ``device``, no recent driver, or PyTorch cannot use the device; ``"no_library"``; and
+    ``"device"``, a call of the driver or work on the device failed. Attributes of the last: ``action``, ``reason``.
+    """
 
-
-class DeviceFailed(TpdeError, RuntimeError):
-    """A call of the device's driver failed, or work on the device failed. Attributes: ``action``, ``reason``."""
-
-    action: str
-    reason: str
-
-
-class RequestFailed(TpdeError, ConnectionError):
-    """A request of a store failed, also after repetitions. Attributes: ``action``, a verb, and ``object``, below the prefix of the
-    store."""
-
-    action: str
-    object: str
+    code = "device"
+    device: str | None = None
+    action: str | None = None
+    reason: str | None = None
 
 
-class NotAStore(TpdeError, FileNotFoundError):
-    """There is no store at the location. Attribute: ``location``."""
+class StoreError(TpdeError):
+    """A store does not have what is asked for, or cannot be changed.
 
-    location: str
+    Attributes: ``version``; ``object``, a name below the prefix of the store; ``location``. Codes, and the class of Python that the
+    error has too:
 
+    - ``"conflict"`` (:class:`RuntimeError`): another writer has created ``version`` first. Nothing was overwritten: put again, on top
+      of it.
+    - ``"too_slow"`` (:class:`TimeoutError`): a version took longer to store than half of the store's grace. Nothing was published: put
+      again. Attributes: ``seconds``, ``grace``.
+    - ``"request"`` (:class:`ConnectionError`): a request failed, also after repetitions. Attributes: ``action``, a verb, ``object``.
+    - ``"no_version"`` (:class:`LookupError`): there is no such branch or ``version``.
+    - ``"pruned"`` (:class:`LookupError`): ``version`` was pruned. ``kept`` has the nearest versions that were kept: the one before, and
+      the one after.
+    - ``"external"`` (:class:`LookupError`): ``version`` is not in the store: pass its checkpoint in ``have``. ``hint`` says where it
+      can be found, in the words of its writer.
+    - ``"unreachable"`` (:class:`ValueError`): ``version`` cannot be rebuilt from what the store has.
+    - ``"manifest"`` (:class:`ValueError`): the manifest ``object`` is not valid, or has a schema that this release does not read.
+    - ``"damaged"`` (:class:`ValueError`): ``object`` is missing or has other bytes than its name and its manifest state. Attributes:
+      ``expected``, ``found``.
+    - ``"not_a_store"`` (:class:`FileNotFoundError`): there is no store at ``location``.
+    - ``"already_a_store"`` (:class:`FileExistsError`): ``location`` has a store already.
+    """
 
-class AlreadyAStore(TpdeError, FileExistsError):
-    """The location has a store already. Attribute: ``location``."""
-
-    location: str
-
-
-class BadManifest(TpdeError, ValueError):
-    """A manifest of a store is not valid, or has a schema that this version does not read. Attribute: ``object``, its name below the
-    prefix of the store."""
-
-    object: str
-
-
-class DamagedObject(TpdeError, ValueError):
-    """An object of a store is missing or has other bytes than its name and its manifest state. Attributes: ``object``, its
-    name, ``expected`` and ``found``."""
-
-    object: str
-    expected: str
-    found: str
-
-
-class NoVersion(TpdeError, LookupError):
-    """A store has no such branch or version. Attribute: ``version``."""
-
-    version: str
-
-
-class Pruned(TpdeError, LookupError):
-    """A version was pruned. Attributes: ``version``, and ``kept``, the nearest versions that were kept: the one before, and the one
-    after."""
-
-    version: str
+    version: str | None = None
+    object: str | None = None
+    location: str | None = None
+    action: str | None = None
+    expected: str | None = None
+    found: str | None = None
     kept: list[str]
+    hint: str | None = None
+    seconds: int | None = None
+    grace: int | None = None
 
 
-class Conflict(TpdeError, RuntimeError):
-    """Another writer has created the version first. Nothing was overwritten: put again, on top of it. Attribute: ``version``."""
+_CODES: dict[type[TpdeError], tuple[str, ...]] = {
+    TpdeError: ("other", "internal"),
+    InvalidArgument: ("invalid_argument", "not_contiguous", "out_of_range", "not_mergeable"),
+    SystemRefused: ("io", "not_found", "already_exists", "changed"),
+    Invalid: ("invalid", "unexpected_pair", "limit"),
+    WrongBase: ("wrong_base", "repacked"),
+    AlreadyApplied: ("already_applied",),
+    Step: ("step",),
+    BadCheckpoint: ("bad_checkpoint", "not_writable"),
+    Poisoned: ("poisoned",),
+    NotHeld: ("not_held", "incomplete"),
+    NotRecorded: ("not_recorded",),
+    SyncError: ("not_acknowledged", "rank_failed", "disconnected", "unknown_version", "other_tensors"),
+    OutOfMemory: ("out_of_memory",),
+    DeviceError: ("device", "no_device", "no_library"),
+    StoreError: (
+        "conflict",
+        "too_slow",
+        "request",
+        "no_version",
+        "pruned",
+        "external",
+        "unreachable",
+        "manifest",
+        "damaged",
+        "not_a_store",
+        "already_a_store",
+    ),
+}
+_CLASSES = {code: root for root, codes in _CODES.items() for code in codes}
+#: A second class of errors of some codes.
+_ALSO: dict[str, type[Exception]] = {
+    "internal": RuntimeError,
+    "out_of_range": IndexError,
+    "not_found": FileNotFoundError,
+    "already_exists": FileExistsError,
+    "changed": RuntimeError,
+    "disconnected": ConnectionError,
+    "unknown_version": InvalidArgument,
+    "other_tensors": InvalidArgument,
+    "conflict": RuntimeError,
+    "too_slow": TimeoutError,
+    "request": ConnectionError,
+    "no_version": LookupError,
+    "pruned": LookupError,
+    "external": LookupError,
+    "unreachable": ValueError,
+    "manifest": ValueError,
+    "damaged": ValueError,
+    "not_a_store": FileNotFoundError,
+    "already_a_store": FileExistsError,
+}
 
-    version: str
+#: The code of each class of release 0.2 that became a code.
+_FORMER = {
+    "AlreadyAStore": "already_a_store",
+    "AlreadyExists": "already_exists",
+    "BadManifest": "manifest",
+    "Changed": "changed",
+    "Conflict": "conflict",
+    "DamagedObject": "damaged",
+    "DeviceFailed": "device",
+    "DeviceUnavailable": "no_device",
+    "Disconnected": "disconnected",
+    "ExternalVersion": "external",
+    "Incomplete": "incomplete",
+    "Internal": "internal",
+    "Limit": "limit",
+    "NoVersion": "no_version",
+    "NotAStore": "not_a_store",
+    "NotAcknowledged": "not_acknowledged",
+    "NotContiguous": "not_contiguous",
+    "NotFound": "not_found",
+    "NotMergeable": "not_mergeable",
+    "NotWritable": "not_writable",
+    "OtherTensors": "other_tensors",
+    "OutOfRange": "out_of_range",
+    "Pruned": "pruned",
+    "RankFailed": "rank_failed",
+    "Repacked": "repacked",
+    "RequestFailed": "request",
+    "TooSlow": "too_slow",
+    "UnexpectedPair": "unexpected_pair",
+    "UnknownVersion": "unknown_version",
+    "Unreachable": "unreachable",
+}
 
 
-class Unreachable(TpdeError, ValueError):
-    """A version cannot be rebuilt from what the store has. Attribute: ``version``."""
-
-    version: str
-
-
-class ExternalVersion(TpdeError, LookupError):
-    """A version is not in the store: pass its checkpoint in ``have``. Attributes: ``version``, and ``hint``, where it can be found in
-    the words of its writer."""
-
-    version: str
-    hint: str
+def make_error(code: str, message: str, /, **attributes: Any) -> TpdeError:
+    """The error of this code. The extension makes all its errors here."""
+    error = _class_of(code)(message, **attributes)
+    if error.code != code:
+        error.code = code
+    return error
 
 
-class TooSlow(TpdeError, TimeoutError):
-    """A version took longer to store than half of the store's grace. Nothing was published: put again. Attributes: ``seconds``,
-    ``grace``."""
+@functools.cache
+def _class_of(code: str) -> type[TpdeError]:
+    root, also = _CLASSES[code], _ALSO.get(code)
+    if also is None:
+        return root
+    # Caught as both classes.
+    return type(root.__name__, (root, also), {"__module__": root.__module__, "__doc__": root.__doc__})
 
-    seconds: int
-    grace: int
+
+def former(name: str) -> type[TpdeError] | None:
+    """The class that errors of a former class have now."""
+    code = _FORMER.get(name)
+    if code is None:
+        return None
+    root = _CLASSES[code]
+    message = f"tpde.{name} is deprecated: catch tpde.{root.__name__}, and compare its code with {code!r}"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return root
 
 
-class Internal(TpdeError, RuntimeError):
-    """A bug of this package."""
+def reason_of(error: BaseException) -> str:
+    """Code or type, and text of an error on one line, for the text of another one. Without a hint, which is about the arguments of
+    one call."""
+    return f"{error.code}: {error._message}" if isinstance(error, TpdeError) else f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def asked(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the operating system in the block become those of this package. ``action`` is a verb."""
+    try:
+        yield
+    except TpdeError:
+        raise
+    except OSError as error:
+        code = "already_exists" if isinstance(error, FileExistsError) else "io"
+        code = "not_found" if isinstance(error, FileNotFoundError) else code
+        reason = os.strerror(error.errno) if error.errno is not None else str(error)
+        message = f"cannot {action} {os.fspath(path)}: {reason}"
+        raise make_error(code, message, action=action, path=path, errno=error.errno) from error

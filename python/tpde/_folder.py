@@ -23,7 +23,7 @@ from typing import Any
 from uuid import uuid4
 
 from ._cuts import Rectangles
-from ._errors import BadCheckpoint, InvalidArgument, NotFound, UnknownVersion, asked
+from ._errors import BadCheckpoint, InvalidArgument, asked, make_error
 from ._paths import path_of
 from ._records import check_answer, check_layout, check_record, check_subscriber, check_within, indices_of, plain_of
 from ._version import Version
@@ -73,18 +73,21 @@ class Folder:
         has not begun has no ids.
 
         Raises:
-            UnknownVersion: The channel has no version of this number, or has another one.
+            SyncError (unknown_version): The channel has no version of this number, or has another one.
         """
         claimed = getattr(version, "id", None)
         versions = self.versions()
         if version > (versions[-1] if versions else version) or (not versions and claimed is not None):
             last = f"its last one is {versions[-1]}" if versions else "it has no versions"
-            raise UnknownVersion(f"the channel {self.path} has no version {version}: {last}", version=int(version), found=claimed)
+            raise make_error(
+                "unknown_version", f"the channel {self.path} has no version {version}: {last}", version=int(version), found=claimed
+            )
         if max(version, 0) not in versions:
             return Version(version, claimed)  # not begun, or deleted: only a whole version leads on from it
         found = self.version(max(version, 0)).get("id")
         if claimed is not None and claimed != found:
-            raise UnknownVersion(
+            raise make_error(
+                "unknown_version",
                 f"version {version} of the channel {self.path} is of another run: expected id {claimed}, found {found}",
                 version=int(version),
                 expected=found,
@@ -96,8 +99,8 @@ class Folder:
         """The version of a subscriber that joins, with its id.
 
         Raises:
-            UnknownVersion: The channel does not have it.
-            OtherTensors: The versions of the channel lack elements that the subscriber holds.
+            SyncError (unknown_version): The channel does not have it.
+            SyncError (other_tensors): The versions of the channel lack elements that the subscriber holds.
         """
         if isinstance(version, bool) or not isinstance(version, int) or version < -1:
             raise InvalidArgument(f"a subscriber has version {version!r}: expected a number of at least 0, or -1 for none")
@@ -123,7 +126,7 @@ class Folder:
         """Adds a subscriber that has this version, or takes the place of one with the same name. Returns its session and layout.
 
         Raises:
-            UnknownVersion, OtherTensors: As for :meth:`admit`.
+            SyncError (unknown_version, other_tensors): As for :meth:`admit`.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidArgument(f"a subscriber is named {name!r}: expected letters, digits, - and _")
@@ -185,7 +188,7 @@ class Folder:
                 continue
             try:
                 record = self._read(path, check_subscriber)
-            except NotFound:  # dropped meanwhile
+            except FileNotFoundError:  # dropped meanwhile
                 continue
             name, session = parsed.groups()
             answers = self._answers_of(name, session)

@@ -27,15 +27,13 @@ from typing import Any
 from ._arguments import check_kinds
 from ._collective import Collective, Messages, check_collective
 from ._cuts import Rectangles
-from ._errors import BadCheckpoint, InvalidArgument, OtherTensors, UnknownVersion, asked
+from ._errors import BadCheckpoint, InvalidArgument, SyncError, asked, make_error
 from ._folder import Folder
 from ._records import check_layout, indices_of
 from ._scratch import scratch
 from ._version import Version
 
 _ENDINGS = (".tpde-index", ".tpde-blob")
-#: Errors of a join, which the publisher finds.
-_REFUSALS = {kind.__name__: kind for kind in (UnknownVersion, OtherTensors)}
 
 
 class Group(Folder):
@@ -185,8 +183,8 @@ class Group(Folder):
         """Tells a subscriber that cannot follow. It stays among the subscribers, so publishing fails until it joins again or is dropped."""
         try:
             super().admit(version, indices_of(join["rectangles"]))
-        except (UnknownVersion, OtherTensors) as error:
-            facts = {"error": type(error).__name__, "message": error._message, "facts": error._attributes}
+        except SyncError as error:
+            facts = {"error": error.code, "message": error._message, "facts": error._attributes}
             self._send("refuse", session=join["session"], **facts)
 
     def _has(self, name: str) -> bool:
@@ -264,7 +262,7 @@ class Group(Folder):
                 return True
             elif kind == "refuse":
                 if header["session"] == self._session:
-                    raise _REFUSALS[header["error"]](header["message"], **header["facts"])
+                    raise make_error(header["error"], header["message"], **header["facts"])
             elif kind == "end":
                 self.is_closed = True
                 return False

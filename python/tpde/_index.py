@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._errors import InvalidArgument, OutOfRange
+from ._errors import InvalidArgument, make_error
 
 
 def complete(index: Any, rank: int) -> list[Any]:
@@ -15,7 +15,7 @@ def complete(index: Any, rank: int) -> list[Any]:
         raise InvalidArgument("an index has at most one '...'")
     missing = rank - (len(indices) - len(dots))
     if missing < 0:
-        raise OutOfRange(f"{len(indices)} indices for {rank} dims")
+        raise make_error("out_of_range", f"{len(indices)} indices for {rank} dims")
     at = dots[0] if dots else len(indices)
     return [*indices[:at], *[slice(None)] * missing, *indices[at + 1 :]]
 
@@ -37,7 +37,7 @@ def selected(index: Any, dim: int) -> tuple[range, bool]:
     except TypeError as error:  # an array or tensor of several elements
         raise InvalidArgument(f"a {type(index).__name__} as index: integers, slices and '...' can be read") from error
     if not -dim <= at < dim:
-        raise OutOfRange(f"index {at} is beyond a dim of {dim}")
+        raise make_error("out_of_range", f"index {at} is beyond a dim of {dim}")
     return range(at % dim, at % dim + 1), True
 
 
@@ -59,7 +59,7 @@ def rectangle(name: str, index: Any, shape: list[int]) -> Rectangle:
     """The elements of a tensor that an index selects. Unlike indexing, refuses ends beyond the tensor.
 
     Raises:
-        OutOfRange: The index has too many dims, or an end beyond the tensor.
+        InvalidArgument (out_of_range): The index has too many dims, or an end beyond the tensor.
         InvalidArgument: Anything else that selects no rectangle.
     """
     try:
@@ -71,9 +71,9 @@ def rectangle(name: str, index: Any, shape: list[int]) -> Rectangle:
             bounds = [one.start, one.stop] if isinstance(one, slice) else []
             for bound in bounds:
                 if bound is not None and not -dim <= bound <= dim:
-                    raise OutOfRange(f"index {bound} is beyond a dim of {dim}")
+                    raise make_error("out_of_range", f"index {bound} is beyond a dim of {dim}")
             wanted.append((positions, not is_one))
     except InvalidArgument as error:
-        raise type(error)(f"slice of tensor {name!r} of shape {shape}: {error}") from None
+        raise make_error(error.code, f"slice of tensor {name!r} of shape {shape}: {error}") from None
     origin, extent = [positions.start for positions, _ in wanted], [len(positions) for positions, _ in wanted]
     return Rectangle(origin, extent, [is_kept for _, is_kept in wanted])

@@ -65,10 +65,10 @@ def merge(
         progress: As for :func:`encode`.
 
     Raises:
-        NotMergeable: Two pairs have the same tensor, different bases, or files that cannot be those of one target.
+        InvalidArgument (not_mergeable): Two pairs have the same tensor, different bases, or files that cannot be those of one target.
         Invalid: A pair is damaged, or its payloads are not those that its digest covers.
         InvalidArgument: A file of the new pair is a file of ``pairs``.
-        AlreadyExists, Limit, SystemRefused: As their names say. Nothing is written then.
+        SystemRefused, Invalid: As their names say. Nothing is written then.
     """
     if is_path(pairs):
         raise InvalidArgument(f"pairs is the path {pairs!r}: expected several")
@@ -129,10 +129,10 @@ def subset(
         progress: As for :func:`encode`.
 
     Raises:
-        UnexpectedPair, Invalid: The pair is another one, or damaged, or its payloads are not those that its digest covers.
+        Invalid: The pair is another one, or damaged, or its payloads are not those that its digest covers.
         InvalidArgument: A pattern matches no tensor; a rectangle is not within its tensor, has only some elements of a part, or has no
             part; or a file of the new pair is a file of ``pair``.
-        AlreadyExists, Limit, SystemRefused: As their names say. Nothing is written then.
+        SystemRefused, Invalid: As their names say. Nothing is written then.
     """
     pair, path, digest = path_of(pair), path_of(path), digest_of(expect)
     check_kinds(parts=parts)

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ._dtypes import BITS, ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed
-from ._errors import InvalidArgument, NotContiguous
+from ._errors import InvalidArgument, make_error
 from ._tensor import Memory, as_expected, no_memory, pitch_and_size
 
 _NAMES = {numpy: name for name, numpy in (NUMPY | ML_DTYPES).items()}
@@ -33,7 +33,9 @@ def describe_array(
     elif value.flags.c_contiguous:
         size = value.nbytes
     else:
-        raise NotContiguous(f"tensor {name!r} is not contiguous (shape {value.shape}, strides {value.strides})", tensor=name)
+        raise make_error(
+            "not_contiguous", f"tensor {name!r} is not contiguous (shape {value.shape}, strides {value.strides})", tensor=name
+        )
     if writable and not value.flags.writeable:
         raise InvalidArgument(f"tensor {name!r} is read-only")
     dtype, shape = as_expected(name, *_tagged(value, dtype), expected)

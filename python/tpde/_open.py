@@ -13,7 +13,7 @@ from ._dtypes import is_packed
 from . import _tpde
 from ._arguments import check_kinds
 from ._entry import Entry
-from ._errors import DeviceUnavailable, InvalidArgument
+from ._errors import InvalidArgument, make_error
 from ._index import complete, selected
 from ._memory import describe_each, device_of, together
 from ._numpy_memory import NumPyAllocator
@@ -33,7 +33,7 @@ def allocator_of(framework: str, device: Any, *, as_integers: bool = False) -> t
     if framework not in ("np", "numpy"):
         raise InvalidArgument(f"unknown framework {framework!r}: expected 'pt' or 'np'")
     if str(device) != "cpu":
-        raise DeviceUnavailable(f"NumPy has no device {device}", device=str(device))
+        raise make_error("no_device", f"NumPy has no device {device}", device=str(device))
     return None, NumPyAllocator(as_integers=as_integers)
 
 
@@ -239,8 +239,7 @@ class safe_open:
     Opening is cheap: only the index and the base's headers are read.
 
     Raises:
-        UnexpectedPair: The pair does not have the digest ``expect``.
-        Invalid, Limit, BadCheckpoint, SystemRefused, InvalidArgument, DeviceUnavailable: As their names say.
+        Invalid, BadCheckpoint, SystemRefused, InvalidArgument, DeviceError: As their names say.
     """
 
     def __init__(
@@ -291,7 +290,7 @@ class safe_open:
 
         Raises:
             WrongBase, AlreadyApplied, Invalid: This tensor's base is not what the pair was made from, or the pair is damaged.
-            Incomplete: The pair has only some parts of the tensor.
+            NotHeld (incomplete): The pair has only some parts of the tensor.
             InvalidArgument: There is no such tensor.
         """
         return self._opened().read([name], digests=self._digests)[name]
@@ -325,8 +324,8 @@ class SafeSlice:
         compared only if all chunks of a tensor, or of a part that the pair has, are decoded. Otherwise a forged blob is not detected.
 
         Raises:
-            OutOfRange: An index beyond the tensor. InvalidArgument: Anything else as index, or a packed dtype.
-            Incomplete: The pair has only some parts of the tensor, and lacks elements.
+            InvalidArgument (out_of_range): An index beyond the tensor. InvalidArgument: Anything else as index, or a packed dtype.
+            NotHeld (incomplete): The pair has only some parts of the tensor, and lacks elements.
             WrongBase, Invalid: The base's chunks are not what the pair was made from, or the pair is damaged.
         """
         shape = self._entry.shape

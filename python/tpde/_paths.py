@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union
 
 from . import _tpde
 from ._arguments import check_kinds
-from ._errors import InvalidArgument, UnexpectedPair
+from ._errors import InvalidArgument, make_error
 from ._progress import Progress, progress_callback
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
@@ -310,7 +310,7 @@ def encode(
             total.
 
     Raises:
-        AlreadyExists: The pair exists and ``replace`` is false.
+        SystemRefused (already_exists): The pair exists and ``replace`` is false.
         InvalidArgument: The output is, contains, or is inside an input, under any name or link; or without a base, ``path`` is another
             checkpoint; or an option has no such value.
         BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
@@ -361,13 +361,12 @@ def apply(
         progress: As for :func:`encode`.
 
     Raises:
-        UnexpectedPair: The pair does not have the digest ``expect``.
         Step: One of several pairs does not fit, or is damaged.
         WrongBase: ``base`` is not what the pair was made from.
         AlreadyApplied: ``base`` is the target already.
         Invalid: The pair is damaged.
         InvalidArgument: A file of the output is, contains, or is inside an input, under any name or link.
-        AlreadyExists, BadCheckpoint, Limit, SystemRefused: As their names say. Nothing is written then.
+        SystemRefused, BadCheckpoint, Invalid: As their names say. Nothing is written then.
     """
     pairs, path, base = pair_names(pair, expect), path_of(path), path_or_none(base)
     wanted = None if tensors is None else matching(*pairs[-1], tensors)
@@ -404,7 +403,7 @@ def verify(
         progress: As for :func:`encode`.
 
     Raises:
-        UnexpectedPair, Invalid, WrongBase, AlreadyApplied, BadCheckpoint, Limit, SystemRefused: As their names say.
+        Invalid, WrongBase, AlreadyApplied, BadCheckpoint, SystemRefused: As their names say.
         InvalidArgument: ``no_base`` is true, but a base is passed, or the pair needs one.
     """
     check_kinds(no_base=no_base)
@@ -420,7 +419,7 @@ def inspect(pair: StrPath, *, expect: Digest | None = None) -> Inspection:
     """Describe a pair from its index. No payload is read. ``expect`` is as for :func:`apply`.
 
     Raises:
-        UnexpectedPair, Invalid, Limit, SystemRefused: The index cannot be read, or the file is not an index.
+        Invalid, SystemRefused: The index cannot be read, or the file is not an index.
     """
     return report(Inspection, _tpde.inspect((path_of(pair), digest_of(expect))))
 
@@ -445,7 +444,8 @@ def check_digest(pair: _tpde.Pair, expect: Digest | None) -> None:
         return
     found = bytes(pair.digest())
     if expected != found:
-        raise UnexpectedPair(
+        raise make_error(
+            "unexpected_pair",
             f"not the expected pair: expected an index with pair digest {expected.hex()}, found {found.hex()}",
             expected=expected.hex(),
             found=found.hex(),

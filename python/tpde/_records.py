@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ._cuts import Rectangles
-from ._errors import OtherTensors
+from ._errors import make_error
 
 #: Dtype and shape of each tensor of a version.
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -105,7 +105,8 @@ def check_within(rectangles: Rectangles, tensors: Any) -> None:
     changed = [name for name, indices in rectangles.items() if name in tensors and not _is_inside(indices, tensors[name][1])]
     if missing or changed:
         problem = "lack a tensor" if missing else "have another shape of a tensor"
-        raise OtherTensors(
+        raise make_error(
+            "other_tensors",
             f"the versions of the channel {problem} that the subscriber holds: {_listed(missing or changed)}",
             missing=missing,
             extra=[],
@@ -130,7 +131,8 @@ def check_tensors(found: Tensors, expected: Any) -> None:
         first, more = changed[0], f", and {len(changed) - 1} more" if len(changed) > 1 else ""
         problems.append(f"it has {first!r} as {_described(found[first])} instead of {_described(before[first])}{more}")
     if problems:
-        raise OtherTensors(
+        raise make_error(
+            "other_tensors",
             f"the source has other tensors than the versions before, so no subscriber could follow: {'; '.join(problems)}",
             missing=missing,
             extra=extra,

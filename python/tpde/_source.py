@@ -11,7 +11,7 @@ import torch
 
 from ._collective import Messages, check_collective
 from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
-from ._errors import InvalidArgument, NotContiguous, RankFailed, reason_of
+from ._errors import InvalidArgument, TpdeError, make_error, reason_of
 from ._index import rectangle
 from ._records import Tensors
 from ._memory import describe
@@ -76,7 +76,7 @@ class Source:
         Raises:
             InvalidArgument: Ranks hold overlapping shards that are not equal, or no rank holds some elements, or a ``DTensor`` has
                 other placements.
-            RankFailed: Another rank could not pass or copy its weights.
+            SyncError (rank_failed): Another rank could not pass or copy its weights.
         """
         if self._messages is None:
             state = self._state()
@@ -112,8 +112,9 @@ class Source:
             return
         try:
             describe(name, tensor, device=tensor.device)
-        except NotContiguous:
-            pass
+        except InvalidArgument as error:
+            if error.code != "not_contiguous":
+                raise
         if not has_name(self._cast(tensor)):
             raise InvalidArgument(f"tensor {name!r} has dtype {self._cast(tensor)}, which cannot be in a pair")
 
@@ -179,7 +180,7 @@ class Source:
         rank, and the messages of all.
 
         Raises:
-            RankFailed: The function has raised on another rank. A rank on which it raises gets its own error.
+            SyncError (rank_failed): The function has raised on another rank. A rank on which it raises gets its own error.
         """
         assert self._messages is not None
         try:
@@ -232,9 +233,9 @@ class Snapshot:
         return found
 
 
-def rank_failed(rank: int, reason: str) -> RankFailed:
+def rank_failed(rank: int, reason: str) -> TpdeError:
     """The error of a rank that has failed, for the others."""
-    return RankFailed(f"rank {rank} of the trainer failed: {reason}", rank=rank, reason=reason)
+    return make_error("rank_failed", f"rank {rank} of the trainer failed: {reason}", rank=rank, reason=reason)
 
 
 def _put_together(received: list[bytes], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

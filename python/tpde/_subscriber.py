@@ -41,9 +41,9 @@ class Subscriber:
         scratch: As for :func:`tpde.torch.apply_`, for several versions that are applied in one commit.
 
     Raises:
-        UnknownVersion: The channel does not have ``version``, for example because the trainer has begun a new one. The publisher of
+        SyncError (unknown_version): The channel does not have ``version``, for example because the trainer has begun a new one. The publisher of
             a group finds this: then :meth:`update` and :meth:`stage` raise it, and :meth:`Publisher.publish` names the subscriber.
-        OtherTensors: The channel's versions lack elements of the parameters. Found as above.
+        SyncError (other_tensors): The channel's versions lack elements of the parameters. Found as above.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Subscriber:
         Raises:
             TpdeError: A version could not be applied. The publisher gets the error. The parameters are those of ``version``, except
                 after :class:`tpde.Poisoned`.
-            UnknownVersion: The channel was replaced by one of another run.
+            SyncError (unknown_version): The channel was replaced by one of another run.
             Step: One of several versions in one commit failed a check. ``number`` is its place among them, from 1.
-            Disconnected: A rank of the group has ended. The parameters are those of ``version``.
+            SyncError (disconnected): A rank of the group has ended. The parameters are those of ``version``.
             InvalidArgument: Another thread updates this subscriber.
         """
         with self._alone():
@@ -149,7 +149,7 @@ class Subscriber:
         """Send the answers that ``commit(answer=False)`` has not sent.
 
         Raises:
-            Disconnected, InvalidArgument: As for :meth:`update`.
+            SyncError (disconnected), InvalidArgument: As for :meth:`update`.
         """
         with self._alone():
             self._answer()

@@ -6,7 +6,7 @@ from typing import Any, Union
 
 from . import _tpde
 from ._dtypes import VIEWS, byte_shape, is_packed, size
-from ._errors import NotContiguous, OutOfMemory
+from ._errors import OutOfMemory, make_error
 
 #: Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place.
 Memory = tuple[str, str, list[int], int, int, Any]
@@ -40,7 +40,7 @@ def pitch_and_size(name: str, shape: tuple[int, ...], strides: tuple[int, ...], 
     as the strides. A row is what the tensor has of its last dim.
 
     Raises:
-        NotContiguous: Elements of a row are not contiguous, or rows are not at equal distances in ascending order.
+        InvalidArgument (not_contiguous): Elements of a row are not contiguous, or rows are not at equal distances in ascending order.
     """
     if 0 in shape:
         return None, 0
@@ -53,7 +53,8 @@ def pitch_and_size(name: str, shape: tuple[int, ...], strides: tuple[int, ...], 
             is_regular &= stride == pitch * rows
             rows *= dim
     if not is_regular or pitch < row:
-        raise NotContiguous(
+        raise make_error(
+            "not_contiguous",
             f"slice of tensor {name!r} has shape {shape} and strides of {strides} bytes: expected contiguous rows at equal distances of "
             f"at least {row} bytes" + (": pass one slice per index of the first dim" if len(shape) > 2 else ""),
             tensor=name,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
 from ._dtypes import BITS, TORCH, byte_shape, is_packed
-from ._errors import DeviceUnavailable, InvalidArgument, NotContiguous
+from ._errors import InvalidArgument, make_error
 from ._read_only import ReadOnly
 from ._tensor import Memory, as_expected, no_memory, pitch_and_size
 
@@ -38,7 +38,7 @@ def check_device(device: Any) -> torch.device:
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         is_path = isinstance(device, str) and ("/" in device or device.endswith(".safetensors"))
         reason = "a base is passed as base=" if is_path else error
-        raise DeviceUnavailable(f"no device {device!r}: {reason}", device=str(device)) from error
+        raise make_error("no_device", f"no device {device!r}: {reason}", device=str(device)) from error
     if parsed.type == "cpu":
         return parsed
     why = "only the CPU and CUDA devices are supported"
@@ -52,8 +52,8 @@ def check_device(device: Any) -> torch.device:
             else:
                 why = "PyTorch finds no CUDA device"
         except RuntimeError as error:  # for example, a process forked after CUDA was used
-            raise DeviceUnavailable(f"PyTorch cannot use {parsed}: {error}", device=str(parsed)) from error
-    raise DeviceUnavailable(f"tensors on {parsed} cannot be read or written: {why}", device=str(parsed))
+            raise make_error("no_device", f"PyTorch cannot use {parsed}: {error}", device=str(parsed)) from error
+    raise make_error("no_device", f"tensors on {parsed} cannot be read or written: {why}", device=str(parsed))
 
 
 def describe(
@@ -80,7 +80,7 @@ def describe(
         check_device(tensor.device)
         if str(device) == "cpu":
             message = f"tensor {name!r} is on {tensor.device}, and only tensors on the CPU can be read here: tensor.cpu() copies it"
-            raise DeviceUnavailable(message, device=str(tensor.device))
+            raise make_error("no_device", message, device=str(tensor.device))
         raise InvalidArgument(
             f"tensor {name!r} is on {tensor.device}, others are on {device}: call once per device, with strict=False"
         )
@@ -95,7 +95,7 @@ def describe(
         bytes = tensor.numel() * tensor.element_size()
     else:
         layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        raise NotContiguous(f"tensor {name!r} is not contiguous ({layout})", tensor=name)
+        raise make_error("not_contiguous", f"tensor {name!r} is not contiguous ({layout})", tensor=name)
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(f"tensor {name!r} is conjugated or negated lazily: call resolve_conj and resolve_neg first")
     shape: list[int] = [*tensor.shape]

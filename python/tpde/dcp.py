@@ -56,7 +56,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _tpde
 from ._arguments import check_kinds
 from ._entry import Entry
-from ._errors import BadManifest, InvalidArgument, NotContiguous, NoVersion
+from ._errors import InvalidArgument, StoreError, make_error
 from ._memory import check_writable, describe
 from ._merge import merge
 from ._model import memory_range
@@ -131,8 +131,8 @@ class StorageWriter(_storage.StorageWriter):
         metadata: The caller's own values, kept with the next version.
         codec, favor, chunk_lanes, derived: As for :func:`tpde.encode`.
 
-    ``dcp.save`` raises a ``CheckpointException`` with the errors of the ranks. If another writer has stored a version first, it has a
-    :class:`tpde.Conflict`, and nothing was stored.
+    ``dcp.save`` raises a ``CheckpointException`` with the errors of the ranks. If another writer has stored a version first, it has
+    a :class:`tpde.StoreError`, ``"conflict"``, and nothing was stored.
     """
 
     def __init__(
@@ -276,7 +276,9 @@ def _to_save(item: WriteItem, planner: SavePlanner) -> Slice:
     one = _viewed(Slice(name, index, tensor.reshape(tuple(chunk.sizes)), item.tensor_data.size))
     try:
         describe_saved([one])
-    except NotContiguous:
+    except InvalidArgument as error:
+        if error.code != "not_contiguous":
+            raise
         one = dataclasses.replace(one, tensor=one.tensor.contiguous())
     return one
 
@@ -378,9 +380,11 @@ class StorageReader(_storage.StorageReader):
                     return version
         try:
             return self.store.version(self._id)
-        except (NoVersion, InvalidArgument) as error:
+        except (StoreError, InvalidArgument) as error:
+            if error.code not in ("no_version", "invalid_argument"):
+                raise
             message = f"no version was saved with checkpoint_id {self._id!r}, and none has this name"
-            raise NoVersion(message, version=self._id) from error
+            raise make_error("no_version", message, version=self._id) from error
 
     def _open(self, version: str, parts: dict[str, list[tuple[list[int], list[int]]]]) -> _tpde.OpenVersion:
         return self.store._store.open_version(version, parts=parts, have=self._have, cache=self._cache)
@@ -402,7 +406,9 @@ class StorageReader(_storage.StorageReader):
                 if name in kept.get("views", {}):
                     original = getattr(torch, kept["views"][name])
                     if not dims or _view_of(original) != (own, dims[-1]):
-                        raise BadManifest(f"{found.name}: {name!r} is no {original}, as metadata {KEY!r} has it", object=found.name)
+                        raise make_error(
+                            "manifest", f"{found.name}: {name!r} is no {original}, as metadata {KEY!r} has it", object=found.name
+                        )
                     views[name] = kept["views"][name], dims[-1]
                     own, dims = original, dims[:-1]
                 entries[name] = _described(own, dims)
@@ -477,7 +483,9 @@ def _fits(one: Slice, entries: Mapping[str, Entry], taken: dict[int, list[tuple[
         return False
     try:
         described = describe_slices([one], entries, writable=True)
-    except NotContiguous:
+    except InvalidArgument as error:
+        if error.code != "not_contiguous":
+            raise
         return False
     ranges = taken.setdefault(one.tensor.untyped_storage().data_ptr(), [])
     for (_, _, _, address, size, _), *_ in described:
@@ -507,7 +515,7 @@ def _checked(version: Version) -> dict[str, Any]:
         for path in kept["paths"].values():
             is_right &= all(isinstance(one, (str, int)) for one in path)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadManifest(f"{version.name}: metadata {KEY!r} cannot be read: {error}", object=version.name) from error
+        raise make_error("manifest", f"{version.name}: metadata {KEY!r} cannot be read: {error}", object=version.name) from error
     if not is_right:
-        raise BadManifest(f"{version.name}: metadata {KEY!r} is not what a StorageWriter keeps", object=version.name)
+        raise make_error("manifest", f"{version.name}: metadata {KEY!r} is not what a StorageWriter keeps", object=version.name)
     return dict(kept)

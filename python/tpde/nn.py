@@ -355,11 +355,11 @@ def attach(
         progress: As for :func:`tpde.encode`, for reading the payloads.
 
     Raises:
-        UnexpectedPair, WrongBase, AlreadyApplied, Invalid, Limit, SystemRefused: As their names say. The model is unchanged.
-        NotContiguous, InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; or
+        Invalid, WrongBase, AlreadyApplied, SystemRefused: As their names say. The model is unchanged.
+        InvalidArgument: A tensor that cannot be read, is missing, or has another dtype or shape than in the pair; or
             a pair on another device; or ``graph`` with layers that are not all on one CUDA device. With ``graph``, also raised by
             the call of a model whose ``forward`` cannot be captured, because it waits for the device.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
+        DeviceError, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     check_needed(model=model)
     check_kinds(check=check, only=only, graph=graph)

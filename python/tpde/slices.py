@@ -167,7 +167,7 @@ class Map:
 
         Args:
             base: The base's tensors, or tuples of name and tensor, of which one at a time is needed.
-            modules: Names of modules whose weights a kernel has repacked, as :class:`tpde.Repacked` has them. Modules with refused
+            modules: Names of modules whose weights a kernel has repacked, as the error ``"repacked"`` has them. Modules with refused
                 parameters are kept in any case.
             pinned: Whether the memory is pinned, which makes copies to a device faster.
 
@@ -307,7 +307,7 @@ def apply_(
         expect, progress: As for :func:`tpde.torch.apply_slices_`.
 
     Raises:
-        Repacked: Some modules do not hold the base, and others do. ``modules`` has their names, for :meth:`Map.keep`.
+        WrongBase (repacked): Some modules do not hold the base, and others do. ``modules`` has their names, for :meth:`Map.keep`.
         WrongBase: The weights are not the base.
         NotRecorded: A parameter is refused, and ``kept`` does not have its module; or the map has no pieces.
         Poisoned: ``reload`` failed. All other weights are the target's. :meth:`Kept.reload` repeats the loading.
@@ -336,7 +336,7 @@ def prepare(
             compared in any case. On a device, digests are those of targets.
 
     Raises:
-        NotRecorded, UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument, Incomplete: As for :func:`apply_`.
+        NotRecorded, Invalid, SystemRefused, InvalidArgument, NotHeld: As for :func:`apply_`.
     """
     check_kinds(digests=digests)
     prepared = Prepared(weights, pair, kept=kept, reload=reload, expect=expect)
@@ -490,7 +490,7 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
 
     Raises:
         WrongBase: The weights are not the base.
-        UnexpectedPair, Invalid, Limit, SystemRefused, InvalidArgument: As for :func:`tpde.torch.apply_slices_`.
+        Invalid, SystemRefused, InvalidArgument: As for :func:`tpde.torch.apply_slices_`.
     """
     check_needed(weights=weights)
     check_kinds(kept=kept)
@@ -551,7 +551,7 @@ def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> list
     return [one.tensor for one in scratch]
 
 
-def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.WrongBase:
+def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.TpdeError:
     """Compares each module with the base alone, and names those that do not hold it. Writes nothing."""
     live, failed, held = weights._live(without), [], 0
     by_module: dict[str, list[Slice]] = {}
@@ -570,7 +570,8 @@ def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair:
     if not failed or not held:
         return error
     more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    return _errors.Repacked(
+    return _errors.make_error(
+        "repacked",
         f"modules do not hold the base: {failed[0]!r}{more}. {held} others hold it, so a kernel may have repacked the weights after "
         "loading. Map.keep keeps the base of such modules",
         modules=failed,

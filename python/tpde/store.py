@@ -59,7 +59,7 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
             for never.
 
     Raises:
-        AlreadyAStore, RequestFailed, SystemRefused: As their names say.
+        StoreError (already_a_store, request), SystemRefused: As their names say.
         InvalidArgument: A grace below 2 seconds, or a negative number.
     """
     counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
@@ -71,8 +71,8 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
 class Store:
     """A store. It may be used by several threads, and in processes that are forked.
 
-    Calls raise :class:`tpde.RequestFailed` if a request fails also after repetitions, and :class:`tpde.BadManifest` or
-    :class:`tpde.DamagedObject` for what is wrong in the store. Ctrl-C ends each call.
+    Calls raise :class:`tpde.StoreError`, also with the codes ``"request"``, ``"manifest"`` and ``"damaged"`` where they are not listed.
+    Ctrl-C ends each call.
 
     Args:
         location: Path or URL.
@@ -80,7 +80,7 @@ class Store:
             default 320 MiB.
 
     Raises:
-        NotAStore, BadManifest, RequestFailed: As their names say.
+        StoreError (not_a_store, manifest, request): As their codes say.
         InvalidArgument: ``memory`` is no count of bytes.
     """
 
@@ -139,9 +139,9 @@ class Store:
             codec, favor, chunk_lanes, layout, renamed, derived, split, progress: As for :func:`tpde.encode`.
 
         Raises:
-            Conflict: Another writer has stored the version first. Nothing was overwritten: put again, on top of it.
-            ExternalVersion: The parent is not in the store, and not in ``have``.
-            TooSlow, Unreachable, NoVersion, BadCheckpoint, InvalidArgument: As their names say. The branch is as it was.
+            StoreError (conflict): Another writer has stored the version first. Nothing was overwritten: put again, on top of it.
+            StoreError (external): The parent is not in the store, and not in ``have``.
+            StoreError (too_slow, unreachable, no_version), BadCheckpoint, InvalidArgument: As their names say. The branch is as it was.
         """
         check_kinds(whole=whole)
         if whole and external is not None:
@@ -195,7 +195,7 @@ class Store:
         Raises:
             Step, WrongBase: The pair does not fit the parent.
             InvalidArgument: It has no payload digests, or a base and no parent.
-            Conflict, ExternalVersion, TooSlow, Unreachable, NoVersion, Invalid: As their names say. The branch is as it was.
+            StoreError (conflict, external, too_slow, unreachable, no_version), Invalid: As their names say. The branch is as it was.
         """
         arguments = _put_arguments(branch, parent, have, metadata)
         return report(Version, self._store.put_pair(path_of(pair), arguments=arguments))
@@ -228,10 +228,10 @@ class Store:
             progress: As for :func:`tpde.encode`.
 
         Raises:
-            AlreadyExists: ``path`` exists.
-            ExternalVersion: The base is not in the store, and not in ``have``.
+            SystemRefused (already_exists): ``path`` exists.
+            StoreError (external): The base is not in the store, and not in ``have``.
             InvalidArgument: A pattern matches no tensor, or a tensor has several rectangles, or one that is not within it.
-            NoVersion, Unreachable, WrongBase: As their names say. There is no output then.
+            StoreError (no_version, unreachable), WrongBase: As their names say. There is no output then.
         """
         check_kinds(parts=parts)
         check_parts({} if parts is None else parts)
@@ -276,10 +276,10 @@ class Store:
             progress: As for :func:`tpde.encode`.
 
         Raises:
-            ExternalVersion: The base is not in the store, and not in ``have``.
+            StoreError (external): The base is not in the store, and not in ``have``.
             InvalidArgument: A pattern matches no tensor, or a tensor has several rectangles, or one that is not within it; or NumPy
                 lacks the dtype of a tensor.
-            NoVersion, Unreachable, WrongBase, OutOfMemory, DeviceUnavailable: As their names say.
+            StoreError (no_version, unreachable), WrongBase, OutOfMemory, DeviceError: As their names say.
         """
         check_kinds(parts=parts)
         check_parts({} if parts is None else parts)
@@ -312,7 +312,7 @@ class Store:
         """The version of this name: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest one.
 
         Raises:
-            NoVersion: There is none.
+            StoreError (no_version): There is none.
         """
         return report(Version, self._store.version(_text(version, "version")))
 
@@ -320,7 +320,7 @@ class Store:
         """The versions of a branch, the newest first. With ``limit``, only so many, and the manifests of the others are not read.
 
         Raises:
-            NoVersion: There is no such branch.
+            StoreError (no_version): There is no such branch.
             InvalidArgument: ``limit`` is no number of at least 0.
         """
         if limit is not None:
@@ -342,7 +342,7 @@ class Store:
 
         Raises:
             InvalidArgument: The branch exists, or cannot have this name.
-            NoVersion, Conflict, TooSlow: As their names say.
+            StoreError (no_version, conflict, too_slow): As their codes say.
         """
         return report(Version, self._store.create_branch(_text(name, "branch"), _text(start, "version")))
 
@@ -351,9 +351,9 @@ class Store:
         version that was its newest.
 
         Raises:
-            NoVersion: There is no such branch.
-            Conflict: A writer has stored a version first. The branch stays.
-            TooSlow: As its name says.
+            StoreError (no_version): There is no such branch.
+            StoreError (conflict): A writer has stored a version first. The branch stays.
+            StoreError (too_slow): As its code says.
         """
         return report(Version, self._store.delete_branch(_text(name, "branch")))
 
@@ -373,7 +373,7 @@ class Store:
 
         Raises:
             InvalidArgument: ``end`` does not derive from ``start``, or has the same tensors.
-            NoVersion, Pruned, ExternalVersion, TooSlow: As their names say.
+            StoreError (no_version, pruned, external, too_slow): As their codes say.
         """
         how = _folded(codec, favor)
         names = _text(start, "version"), _text(end, "version")
@@ -395,7 +395,7 @@ class Store:
 
         Raises:
             InvalidArgument: ``keep_every`` is no number of at least 1.
-            NoVersion, ExternalVersion, TooSlow: As their names say. All versions that were not pruned can still be read.
+            StoreError (no_version, external, too_slow): As their codes say. All versions that were not pruned can still be read.
         """
         _check_count("keep_every", keep_every, least=1)
         text = self._store.prune(_text(branch, "branch"), keep_every, have=have_of(have), options=_folded(codec, favor))
@@ -406,7 +406,7 @@ class Store:
         needs nothing from outside, without writing it. Faults of versions are in the report.
 
         Raises:
-            NoVersion: There is no such branch.
+            StoreError (no_version): There is no such branch.
         """
         check_kinds(rebuild=rebuild)
         text = self._store.verify(None if branch is None else _text(branch, "branch"), bool(rebuild))

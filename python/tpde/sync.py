@@ -144,13 +144,13 @@ class Publisher:
                 ended.
 
         Raises:
-            NotAcknowledged: A subscriber failed, has a version of another run, or did not answer in time. Nothing was published.
+            SyncError (not_acknowledged): A subscriber failed, has a version of another run, or did not answer in time. Nothing was published.
                 ``Folder.drop`` removes a subscriber.
-            OtherTensors: The source does not have the tensors of the versions before. Nothing was published.
-            UnknownVersion: The channel was replaced by another one.
-            RankFailed: Another rank of the trainer failed. Nothing was published.
+            SyncError (other_tensors): The source does not have the tensors of the versions before. Nothing was published.
+            SyncError (unknown_version): The channel was replaced by another one.
+            SyncError (rank_failed): Another rank of the trainer failed. Nothing was published.
             InvalidArgument: Another publisher uses the channel.
-            Disconnected: A rank of the group has ended.
+            SyncError (disconnected): A rank of the group has ended.
         """
         check_kinds(copied=copied)
         clock = Clock()
@@ -180,7 +180,7 @@ class Publisher:
             record = self._agreed(commit)
         except BaseException:
             if self._channel is not None:
-                with contextlib.suppress(_errors.Disconnected):
+                with contextlib.suppress(ConnectionError):
                     self._channel.abort()
             raise
         stored = [one for one in (record["difference"], record["whole"]) if one is not None]
@@ -199,12 +199,14 @@ class Publisher:
             if "result" in answer:
                 return answer["result"]
             if answer["is_subscriber"]:
-                raise _errors.NotAcknowledged(answer["error"], version=self.version, failed={}, waiting=[])
+                raise _errors.make_error("not_acknowledged", answer["error"], version=self.version, failed={}, waiting=[])
             raise rank_failed(0, answer["error"])
         try:
             result = work(self._channel)
         except Exception as error:
-            self._source.share({"error": _errors.reason_of(error), "is_subscriber": isinstance(error, _errors.NotAcknowledged)})
+            self._source.share(
+                {"error": _errors.reason_of(error), "is_subscriber": getattr(error, "code", None) == "not_acknowledged"}
+            )
             raise
         self._source.share({"result": result})
         return result
@@ -219,7 +221,7 @@ class Publisher:
             layouts[one["layout"]] = plain_of(rectangles)
             try:
                 check_within(rectangles, self._tensors)
-            except _errors.OtherTensors as error:
+            except _errors.SyncError as error:
                 failed[name] = _errors.reason_of(error)
         if failed:
             raise self._not_acknowledged(self.version, failed, [])
@@ -346,8 +348,8 @@ class Publisher:
             Names of the subscribers that need a whole version. The next version has it.
 
         Raises:
-            NotAcknowledged: A subscriber failed, or did not answer in time.
-            Disconnected: A rank of the group has ended.
+            SyncError (not_acknowledged): A subscriber failed, or did not answer in time.
+            SyncError (disconnected): A rank of the group has ended.
         """
         check_kinds(timeout=timeout)
         return [] if self._channel is None else self._wait(self._timeout if timeout is None else timeout, fresh=False)
@@ -393,7 +395,7 @@ class Publisher:
             return None
         try:
             self._channel.identify(Version(answer["version"], answer.get("id")))
-        except _errors.UnknownVersion as error:
+        except _errors.SyncError as error:
             return _errors.reason_of(error)
         return None
 
@@ -402,10 +404,11 @@ class Publisher:
         record = self._channel.version(self.version)
         return answer["digests"] in [digests_of(stored) for stored in (record["difference"], record["whole"]) if stored is not None]
 
-    def _not_acknowledged(self, version: int, failed: dict[str, str], waiting: list[str]) -> _errors.NotAcknowledged:
+    def _not_acknowledged(self, version: int, failed: dict[str, str], waiting: list[str]) -> _errors.TpdeError:
         problems = [f"{name} failed: {error}" for name, error in failed.items()]
         problems += [f"{name} sent no answer" for name in waiting]
-        return _errors.NotAcknowledged(
+        return _errors.make_error(
+            "not_acknowledged",
             f"version {version} is not confirmed by all subscribers: {'; '.join(problems)}",
             version=version,
             failed=failed,

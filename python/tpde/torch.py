@@ -83,11 +83,10 @@ def load_file(
         progress: As for :func:`tpde.encode`.
 
     Raises:
-        UnexpectedPair: The pair does not have the digest ``expect``.
-        WrongBase, AlreadyApplied, Invalid, Limit, BadCheckpoint, SystemRefused, OutOfMemory: As their names say.
-        NotContiguous, InvalidArgument: A base tensor that cannot be read.
-        Incomplete: The pair has only some parts of a tensor.
-        DeviceUnavailable, DeviceFailed: There is no such device, or it fails.
+        WrongBase, AlreadyApplied, Invalid, BadCheckpoint, SystemRefused, OutOfMemory: As their names say.
+        InvalidArgument: A base tensor that cannot be read.
+        NotHeld (incomplete): The pair has only some parts of a tensor.
+        DeviceError: There is no such device, or it fails.
     """
     return _state.load(pair, base=base, framework="pt", device=device, digests=digests, expect=expect, progress=progress)
 
@@ -133,11 +132,11 @@ def save_file(
         favor, chunk_lanes, layout, renamed, format, payload_digests, derived, split, replace, progress: As for :func:`tpde.encode`.
 
     Raises:
-        NotContiguous, InvalidArgument: A tensor that cannot be read, a name that is not a string, or an option that a device lacks.
+        InvalidArgument: A tensor that cannot be read, a name that is not a string, or an option that a device lacks.
         NotHeld: The slices have only some elements of a part.
-        DeviceUnavailable, DeviceFailed: Tensors are on two devices, or on one that is neither the CPU nor a CUDA device; the device
+        DeviceError: Tensors are on two devices, or on one that is neither the CPU nor a CUDA device; the device
             fails.
-        AlreadyExists, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
+        SystemRefused, BadCheckpoint: As their names say. Nothing is written then.
     """
     how = options(
         codec=codec,
@@ -203,15 +202,15 @@ def apply_(
         is among ``tensors``, which requires ``strict=False``. Nothing was written in the last two cases.
 
     Raises:
-        UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: As their names say. Nothing was written.
+        Invalid, WrongBase, SystemRefused: As their names say. Nothing was written.
         Poisoned: See ``mode``.
-        NotContiguous, InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the
+        InvalidArgument: A tensor cannot be changed in place, is missing, has another dtype or shape than in the
             pair, or shares memory with a tensor that has other values in the pair; or a CUDA graph is being captured, which cannot
             wait for the outcome. Nothing was written.
-        Incomplete: The pair has only some parts of a tensor. Nothing was written.
+        NotHeld (incomplete): The pair has only some parts of a tensor. Nothing was written.
         Step: A check of one of several pairs has failed. It has the number of the pair, and its error as ``__cause__``. Nothing was
             written.
-        DeviceUnavailable, DeviceFailed, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
+        DeviceError, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
     return _state.apply_(
         tensors,
@@ -264,13 +263,13 @@ def apply_slices_(
         ``"applied"``; ``"already_applied"`` if the slices are the target's already; or ``"nothing"`` if they have no elements.
 
     Raises:
-        UnexpectedPair, WrongBase, Invalid, Limit, SystemRefused: As their names say. Nothing was written.
+        Invalid, WrongBase, SystemRefused: As their names say. Nothing was written.
         NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, a slice or the base has
             only some elements of a part. Encode the pair with these slices as parts. Nothing was written.
-        Incomplete: The pair lacks elements of a slice. Nothing was written.
-        NotContiguous, InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is
+        NotHeld (incomplete): The pair lacks elements of a slice. Nothing was written.
+        InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is
             read-only, or shares memory with another one; or a CUDA graph is being captured. Nothing was written.
-        Step, DeviceUnavailable, DeviceFailed, OutOfMemory: As for :func:`apply_`.
+        Step, DeviceError, OutOfMemory: As for :func:`apply_`.
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
     return _state.apply_slices(
