@@ -57,17 +57,7 @@ def fold(
     check_kinds(device=device)
     if device not in (None, "cpu") and codec is None and layout is None:
         codec = "device"
-    how = options(
-        codec=codec,
-        favor=favor,
-        chunk_lanes=chunk_lanes,
-        layout=layout,
-        renamed=None,
-        format=format,
-        payload_digests=payload_digests,
-        derived=derived,
-        split=split,
-    )
+    how = options(locals())
     return _write("fold", pairs, path, base, how, expect, progress, replace=replace, device=_device(device))
 
 
@@ -92,17 +82,7 @@ def revert(
 
     Otherwise like :func:`fold`, with its arguments and exceptions. The new pair rebuilds the tensors of ``base`` and its files.
     """
-    how = options(
-        codec=codec,
-        favor=favor,
-        chunk_lanes=chunk_lanes,
-        layout=layout,
-        renamed=None,
-        format=format,
-        payload_digests=payload_digests,
-        derived=derived,
-        split=split,
-    )
+    how = options(locals())
     return _write("revert", pairs, path, base, how, expect, progress, replace=replace)
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ._device import SideStream
+from ._errors import reason_of
 from ._folder import Folder
 from ._kept import Kept
 from ._merge import merge_expected
@@ -67,7 +68,7 @@ class Checker:
             except Exception as error:
                 self._failure = self._failure or error
         self.milliseconds = total
-        return None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        return None if self._failure is None else reason_of(self._failure)
 
     def drop(self) -> None:
         """Forgets a version that is not published. Raises the error if a check failed on this rank."""

@@ -75,17 +75,7 @@ class Encoder:
             Invalid, SystemRefused: ``base_pair`` is damaged, too large, or cannot be read.
             Exception: Those of :func:`tpde.torch.save_file`.
         """
-        how = options(
-            codec=codec,
-            favor=favor,
-            chunk_lanes=chunk_lanes,
-            layout=None,
-            renamed=renamed,
-            format=format,
-            payload_digests=payload_digests,
-            derived=derived,
-            split=split,
-        )
+        how = options(locals())
         return _state.save(
             tensors, path, base=base, options=how, replace=replace, progress=progress, encoder=self, base_pair=base_pair
         )

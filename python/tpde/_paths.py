@@ -108,8 +108,31 @@ class UnusedBase:
     reason: str
 
 
+class StoredBytes:
+    """The size of the two files of a pair."""
+
+    index_bytes: int
+    blob_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of index and blob in bytes."""
+        return self.index_bytes + self.blob_bytes
+
+
+class Sizes(StoredBytes):
+    """The sizes of a pair and of its target."""
+
+    target_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of the target's tensors in bytes to the bytes stored."""
+        return self.target_bytes / self.stored_bytes
+
+
 @dataclass(frozen=True)
-class EncodeReport:
+class EncodeReport(Sizes):
     """Results of encoding."""
 
     index: str
@@ -129,16 +152,6 @@ class EncodeReport:
     not_included: list[str] = field(repr=False)
     #: Names of tied tensors that were left out because the base has their memory under another name, by that name.
     tied: dict[str, list[str]] = field(default_factory=dict, repr=False)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of index and blob in bytes."""
-        return self.index_bytes + self.blob_bytes
-
-    @property
-    def ratio(self) -> float:
-        """Ratio of the target's tensors in bytes to the bytes stored."""
-        return self.target_bytes / self.stored_bytes
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Sizes):
     """Contents of a pair."""
 
     version: str
@@ -198,16 +211,6 @@ class Inspection:
     files: list[dict[str, Any]] = field(repr=False)
     tensors: list[TensorReport] = field(repr=False)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Size of index and blob in bytes."""
-        return self.index_bytes + self.blob_bytes
-
-    @property
-    def ratio(self) -> float:
-        """Ratio of the target's tensors in bytes to the bytes stored."""
-        return self.target_bytes / self.stored_bytes
-
 
 def report(kind: type[T], text: str) -> T:
     """Parses a report of the Rust half."""
@@ -221,29 +224,33 @@ def report(kind: type[T], text: str) -> T:
     return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})  # type: ignore[arg-type]
 
 
-def options(
-    *,
-    codec: str | None,
-    favor: str | None,
-    chunk_lanes: int | None,
-    layout: str | None,
-    renamed: Mapping[str, str] | None,
-    format: str | None,
-    payload_digests: bool,
-    derived: bool,
-    split: str | None,
-) -> dict[str, Any]:
-    """Encoding options for the Rust half."""
-    check_kinds(payload_digests=payload_digests, derived=derived)
-    for what, name in {"codec": codec, "layout": layout, "favor": favor, "format version": format, "split": split}.items():
-        if name is not None and not isinstance(name, str):
-            raise InvalidArgument(f"no {what} is named {name!r}")
-    if chunk_lanes is not None and (not isinstance(chunk_lanes, int) or not 0 <= chunk_lanes < 1 << 64):
-        raise InvalidArgument(f"chunks of {chunk_lanes!r} lanes: expected a power of two of at least 4096")
+#: Options of encoding, and what they are where a function does not take them.
+_OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(["codec", "layout", "chunk_lanes", "favor", "format", "split", "renamed"]),
+    "payload_digests": False,
+    "derived": True,
+}
+
+
+def options(arguments: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
+    """Encoding options for the Rust half.
+
+    Args:
+        arguments: The arguments of a public function, as ``locals()`` has them.
+        fixed: Options that the function sets itself.
+    """
+    how = {name: fixed.get(name, arguments.get(name, default)) for name, default in _OPTIONS.items()}
+    for name in ("payload_digests", "derived"):
+        check_kinds(**{name: how[name]})
+        how[name] = bool(how[name])
+    for name in ("codec", "layout", "favor", "format", "split"):
+        if how[name] is not None and not isinstance(how[name], str):
+            raise InvalidArgument(f"no {'format version' if name == 'format' else name} is named {how[name]!r}")
+    lanes, renamed = how["chunk_lanes"], how["renamed"]
+    if lanes is not None and (not isinstance(lanes, int) or not 0 <= lanes < 1 << 64):
+        raise InvalidArgument(f"chunks of {lanes!r} lanes: expected a power of two of at least 4096")
     if not isinstance(renamed, (Mapping, type(None))):
         raise InvalidArgument(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
-    how = {"codec": codec, "layout": layout, "chunk_lanes": chunk_lanes, "favor": favor}
-    how |= {"format": format, "payload_digests": bool(payload_digests), "split": split, "derived": bool(derived)}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 
 
@@ -317,17 +324,7 @@ def encode(
     """
     target, base = path_of(target), path_or_none(base)
     path = new_pair_of(path, target, is_with_base=base is not None)
-    how = options(
-        codec=codec,
-        favor=favor,
-        chunk_lanes=chunk_lanes,
-        layout=layout,
-        renamed=renamed,
-        format=format,
-        payload_digests=payload_digests,
-        derived=derived,
-        split=split,
-    )
+    how = options(locals())
     with progress_callback(progress, "encode") as callback:
         return report(EncodeReport, _tpde.encode(target, path, base=base, options=how, replace=replace, progress=callback))
 

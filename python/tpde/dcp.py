@@ -154,17 +154,7 @@ class StorageWriter(_storage.StorageWriter):
         self._id: str | None = None
         #: The version that was saved last, on the coordinator.
         self.version: Version | None = None
-        self._options = options(
-            codec=codec,
-            favor=favor,
-            chunk_lanes=chunk_lanes,
-            layout=None,
-            renamed=None,
-            format=None,
-            payload_digests=True,
-            derived=derived,
-            split=None,
-        )
+        self._options = options(locals(), payload_digests=True)
         self._work: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod

@@ -66,17 +66,7 @@ def save_file(
 
     A BF16 tensor is an array of ml_dtypes, or one that was read with ``as_integers``. Other arrays of ``uint16`` are tensors of U16.
     """
-    how = options(
-        codec=codec,
-        favor=favor,
-        chunk_lanes=chunk_lanes,
-        layout=layout,
-        renamed=renamed,
-        format=format,
-        payload_digests=payload_digests,
-        derived=derived,
-        split=split,
-    )
+    how = options(locals())
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 
 

@@ -147,17 +147,7 @@ class Store:
         if whole and external is not None:
             raise InvalidArgument("whole and external exclude each other")
         arguments = _put_arguments(branch, parent, have, metadata, whole=whole, external=external)
-        how = options(
-            codec=codec,
-            favor=favor,
-            chunk_lanes=chunk_lanes,
-            layout=layout,
-            renamed=renamed,
-            format=None,
-            payload_digests=True,
-            derived=derived,
-            split=split,
-        )
+        how = options(locals(), payload_digests=True)
         source = path_of(checkpoint) if is_path(checkpoint) else describe_all(self._tensors(checkpoint, arguments, how))  # type: ignore[arg-type]
         with progress_callback(progress, "put") as callback:
             text = self._store.put(source, arguments=arguments, options=how, progress=callback)
@@ -375,7 +365,7 @@ class Store:
             InvalidArgument: ``end`` does not derive from ``start``, or has the same tensors.
             StoreError (no_version, pruned, external, too_slow): As their codes say.
         """
-        how = _folded(codec, favor)
+        how = options(locals(), payload_digests=True)
         names = _text(start, "version"), _text(end, "version")
         with progress_callback(progress, "fold") as callback:
             return self._store.fold(*names, have=have_of(have), options=how, progress=callback)
@@ -398,7 +388,8 @@ class Store:
             StoreError (no_version, external, too_slow): As their codes say. All versions that were not pruned can still be read.
         """
         _check_count("keep_every", keep_every, least=1)
-        text = self._store.prune(_text(branch, "branch"), keep_every, have=have_of(have), options=_folded(codec, favor))
+        how = options(locals(), payload_digests=True)
+        text = self._store.prune(_text(branch, "branch"), keep_every, have=have_of(have), options=how)
         return report(PruneReport, text)
 
     def verify(self, branch: str | None = None, *, rebuild: bool = False) -> VerifyReport:
@@ -438,21 +429,6 @@ class Store:
                 start = version.number + 1
             if not new:
                 time.sleep(interval)
-
-
-def _folded(codec: str | None, favor: str | None) -> dict[str, Any]:
-    """Encoding options of a shortcut."""
-    return options(
-        codec=codec,
-        favor=favor,
-        chunk_lanes=None,
-        layout=None,
-        renamed=None,
-        format=None,
-        payload_digests=True,
-        derived=True,
-        split=None,
-    )
 
 
 def _check_count(name: str, count: Any, least: int = 0) -> None:

@@ -138,17 +138,7 @@ def save_file(
             fails.
         SystemRefused, BadCheckpoint: As their names say. Nothing is written then.
     """
-    how = options(
-        codec=codec,
-        favor=favor,
-        chunk_lanes=chunk_lanes,
-        layout=layout,
-        renamed=renamed,
-        format=format,
-        payload_digests=payload_digests,
-        derived=derived,
-        split=split,
-    )
+    how = options(locals())
     return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
 
 
