@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ._errors import NotRecorded
+from ._errors import NotRecorded, and_more
 from ._strides import MOST_RECTANGLES, Loop, NotRectangles, Placed, Region, Regions, merged, rectangles, regions, remaining
 
 #: Most names of tensors in a message.
@@ -28,8 +28,7 @@ class Refusal:
     reason: str
 
     def __str__(self) -> str:
-        more = f" and {len(self.tensors) - MOST_NAMES} more" if len(self.tensors) > MOST_NAMES else ""
-        of = f" of {', '.join(self.tensors[:MOST_NAMES])}{more}" if self.tensors else ""
+        of = f" of {', '.join(self.tensors[:MOST_NAMES])}{and_more(self.tensors, MOST_NAMES)}" if self.tensors else ""
         to = f" for parameter {self.parameter}" if self.parameter else ""
         at = f" at {self.where}" if self.where else ""
         return f"{self.operation}{of}{to}{at}: {self.reason}"

@@ -108,6 +108,11 @@ def whole_of(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
 
 
+def index_of(origin: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
+    """The index of a rectangle."""
+    return tuple(slice(start, start + size) for start, size in zip(origin, extent))
+
+
 def volume(index: tuple[slice, ...]) -> int:
     """Number of elements of a rectangle."""
     return math.prod(one.stop - one.start for one in index)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 
@@ -409,6 +409,11 @@ def reason_of(error: BaseException) -> str:
     """Code or type, and text of an error on one line, for the text of another one. Without a hint, which is about the arguments of
     one call."""
     return f"{error.code}: {error._message}" if isinstance(error, TpdeError) else f"{type(error).__name__}: {error}"
+
+
+def and_more(names: Sized, shown: int = 1) -> str:
+    """How many of these are not shown: `` and 3 more``, or nothing."""
+    return f" and {len(names) - shown} more" if len(names) > shown else ""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._errors import InvalidArgument, Poisoned, reason_of
+from ._errors import InvalidArgument, Poisoned, and_more, reason_of
 from ._map import module_of
 from ._slices import Slice
 
@@ -96,8 +96,7 @@ def keep(weights: Any, base: Any, modules: Iterable[str], *, pinned: bool) -> Ke
             memory = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
             slices.append(Slice(name, index, memory.copy_(part), shape))
     if indices:
-        more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
-        raise InvalidArgument(f"the base lacks tensor {next(iter(indices))!r}{more}")
+        raise InvalidArgument(f"the base lacks tensor {next(iter(indices))!r}{and_more(indices)}")
     return Kept(kept_modules, slices, _groups=groups, _equal=weights._equal)
 
 

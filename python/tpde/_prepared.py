@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ._entry import Entry
-from ._errors import Poisoned, TpdeError
 from ._memory import check_writable, places_of
 from ._paths import Digest, StrPath, open_pair
 from ._progress import Progress, progress_callback
 from ._slices import Slice, describe_slices, device_of_slices
-from ._state import Outcome
+from ._state import Outcome, told_if_written
 
 
 class PreparedSlices:
@@ -46,11 +45,6 @@ class PreparedSlices:
             self._on_device = DevicePair._of_opened(pair, self._pair, device, payloads="pinned")
             self._application = Application(self._on_device, self._memories, [], "all_checked", digests=digests)
 
-    @property
-    def can_check(self) -> bool:
-        """Whether :meth:`check` needs no other memory for the targets."""
-        return self._on_device is not None
-
     def check(self) -> None:
         """Checks everything on the device, and writes nothing."""
         self._on_device._device.refuse_capture("checking a pair")
@@ -60,7 +54,7 @@ class PreparedSlices:
         """Changes the slices."""
         if not self._memories:
             return "nothing"
-        try:
+        with told_if_written(lambda: self._on_written(self._tensors)):
             if self._on_device is not None:
                 self._on_device._device.refuse_capture("applying a pair")
                 applied = self._application.run(self._on_device, progress)
@@ -69,11 +63,6 @@ class PreparedSlices:
                     applied = self._pair.apply_slices_in_place(
                         self._memories, checked=True, digests=self._digests, progress=callback
                     )
-        except BaseException as error:
-            # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
-            if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-                self._on_written(self._tensors)
-            raise
         if applied:
             self._on_written(self._tensors)
         return "applied" if applied else "already_applied"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ._cuts import Rectangles
-from ._errors import make_error
+from ._errors import and_more, make_error
 
 #: Dtype and shape of each tensor of a version.
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -141,7 +141,7 @@ def check_tensors(found: Tensors, expected: Any) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(repr, names[:3])) + and_more(names, 3)
 
 
 def _described(tensor: tuple[str, tuple[int, ...]]) -> str:

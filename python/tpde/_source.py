@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 import torch
 
 from ._collective import Messages, check_collective
-from ._cuts import Bucket, Rectangles, grid, is_within, whole_of, within
+from ._cuts import Bucket, Rectangles, grid, index_of, is_within, whole_of, within
 from ._errors import InvalidArgument, TpdeError, make_error, reason_of
 from ._index import rectangle
 from ._records import Tensors
@@ -151,7 +151,7 @@ class Source:
             if math.prod(shapes[one.name]) < SMALL:
                 small.append((one.name, box.origin, box.extent, tensor.to("cpu", self._cast(tensor)).contiguous()))
             elif 0 not in box.extent:
-                own.setdefault(one.name, []).append((_index(box.origin, box.extent), tensor))
+                own.setdefault(one.name, []).append((index_of(box.origin, box.extent), tensor))
         header = json.dumps([(name, origin, extent, _text(tensor.dtype)) for name, origin, extent, tensor in small]).encode()
         parts = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for *_, tensor in small]
         return own, b"".join([len(header).to_bytes(8, "little"), header, *parts])
@@ -250,16 +250,12 @@ def _put_together(received: list[bytes], shapes: Mapping[str, tuple[int, ...]]) 
             at += size
             whole = wholes.setdefault(name, torch.empty(shapes[name], dtype=dtype))
             if size:
-                whole[_index(origin, extent)] = part.view(dtype).view(extent)
+                whole[index_of(origin, extent)] = part.view(dtype).view(extent)
     return wholes
 
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _index(origin: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(origin, extent))
 
 
 def _slices_of(state: State) -> Iterable[Slice]:
@@ -280,7 +276,7 @@ def _slices_of(state: State) -> Iterable[Slice]:
         if any(type(one) not in (Shard, Replicate) for one in placements):
             raise InvalidArgument(f"tensor {name!r} has placements {placements}: expected Shard and Replicate")
         extent, origin = compute_local_shape_and_global_offset(shape, tensor.device_mesh, placements)
-        yield Slice(name, _index(origin, extent), tensor.to_local(), shape)
+        yield Slice(name, index_of(origin, extent), tensor.to_local(), shape)
 
 
 def _owners(ranks: list[Any]) -> tuple[Tensors, dict[Any, int], dict[str, list[tuple[slice, ...]]]]:
@@ -297,7 +293,7 @@ def _owners(ranks: list[Any]) -> tuple[Tensors, dict[Any, int], dict[str, list[t
                 )
             if (name, tuple(origin), tuple(extent)) not in owners:
                 owners[name, tuple(origin), tuple(extent)] = rank
-                shards.setdefault(name, []).append(_index(origin, extent))
+                shards.setdefault(name, []).append(index_of(origin, extent))
     for name, indices in shards.items():
         elements = sum(math.prod(one.stop - one.start for one in index) for index in indices)
         if elements != math.prod(shapes[name]):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace as replace_fields
 from itertools import compress, islice
 from typing import Any, Literal, Union
@@ -11,7 +12,7 @@ from typing import Any, Literal, Union
 from . import _tpde
 from ._arguments import check_kinds
 from ._entry import Entry
-from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError
+from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError, and_more
 from ._memory import check_writable, describe_all, describe_each, device_of, places_of
 from ._open import Reader, bases, state_of
 from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, new_pair_of, open_pair, path_of, report
@@ -156,11 +157,34 @@ def refuse_rebuilt(module: Any) -> None:
         return
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.JITCompressedLinear)]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise InvalidArgument(
-            f"layer {names[0]!r}{more} of the module rebuilds its weight, which cannot be changed in place: apply the pair to the "
+            f"layer {names[0]!r}{and_more(names)} of the module rebuilds its weight, which cannot be changed in place: apply the pair to the "
             "model as it was before tpde.nn.attach, or to its state_dict() in a model without attached layers"
         )
+
+
+@contextlib.contextmanager
+def told_if_written(tell: Callable[[], object]) -> Iterator[None]:
+    """Calls a function if the block raises an error after which tensors may have been written."""
+    try:
+        yield
+    except BaseException as error:
+        # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
+        if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
+            tell()
+        raise
+
+
+@contextlib.contextmanager
+def unusable_after_errors() -> Iterator[None]:
+    """Errors in the block, in which tensors are overwritten, become `Poisoned`, except those of wrong arguments."""
+    try:
+        yield
+    except InvalidArgument:
+        raise
+    except TpdeError as error:
+        message = f"the tensors are now neither unchanged nor the target: {error._message}"
+        raise Poisoned(message, written=[], total=0, _hint=error._hint) from error
 
 
 def apply_(
@@ -217,11 +241,10 @@ def apply_(
         ours = next(iter(tensors))
         raise InvalidArgument(f"no tensor of the pair is among the given ones: the pair has {missing[0]!r}, given is {ours!r}")
     if missing and strict:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         prefix = next(filter(None, map(prefix_of, tensors)), "")
         but = f", some of which begin with {prefix!r}" if prefix else ""
         raise InvalidArgument(
-            f"the pair has tensor {missing[0]!r}{more}, which is missing among the given ones{but}; strict=False skips it"
+            f"the pair has tensor {missing[0]!r}{and_more(missing)}, which is missing among the given ones{but}; strict=False skips it"
         )
     if before and strict:
         _check_steps(before, set(names))
@@ -250,7 +273,7 @@ def apply_(
         return prepared
 
     application = None
-    try:
+    with told_if_written(lambda: prepare_to_inform()[1]()):
         if base is not None:
             application = _overwrite(
                 opened,
@@ -272,11 +295,6 @@ def apply_(
         else:
             with progress_callback(progress, "apply") as callback:
                 applied = opened.apply_in_place(outputs, checked=mode == "all_checked", progress=callback)
-    except BaseException as error:
-        # The only error of this package that is raised after a write is `Poisoned`. Other exceptions may be raised at any time.
-        if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            prepare_to_inform()[1]()
-        raise
     if applied:
         versioned, on_written = prepare_to_inform()
         on_written()
@@ -304,19 +322,10 @@ def _apply_again(
             on_written = inform([tensors[name] for name in application.versioned])
         return on_written
 
-    try:
-        try:
-            applied = application.run(pair, progress, meanwhile=prepare_to_inform)
-            if overwrites and not applied:
-                raise AlreadyApplied("already applied: the base is the target of this pair")
-        except TpdeError as error:
-            if overwrites and not isinstance(error, InvalidArgument):
-                raise unusable(error) from error
-            raise
-    except BaseException as error:
-        if isinstance(error, Poisoned) or not isinstance(error, TpdeError):
-            prepare_to_inform()()
-        raise
+    with told_if_written(lambda: prepare_to_inform()()), unusable_after_errors() if overwrites else contextlib.nullcontext():
+        applied = application.run(pair, progress, meanwhile=prepare_to_inform)
+        if overwrites and not applied:
+            raise AlreadyApplied("already applied: the base is the target of this pair")
     pair._kept[""] = application
     if applied:
         prepare_to_inform()()
@@ -358,7 +367,7 @@ def apply_slices(
     if on_device is None and device_pair is not None:
         raise InvalidArgument(f"the pair is on {device_pair.device}, the slices are on the CPU")
     tensors = [one.tensor for one in slices]
-    try:
+    with told_if_written(lambda: on_written(tensors)), unusable_after_errors() if base is not None else contextlib.nullcontext():
         if before:
             applied = _apply_steps(before, on_device, memories, progress, scratch)
         elif on_device is not None:
@@ -370,18 +379,6 @@ def apply_slices(
                 else:
                     applied = True
                     opened.read_slices(memories, base=read_from, digests=mode == "all_checked", progress=callback)
-    except InvalidArgument:
-        raise
-    except TpdeError as error:
-        if base is None and not isinstance(error, Poisoned):
-            raise
-        on_written(tensors)
-        if base is None:
-            raise
-        raise unusable(error) from error
-    except BaseException:
-        on_written(tensors)
-        raise
     if applied:
         on_written(tensors)
     return "applied" if applied else "already_applied"
@@ -462,13 +459,6 @@ def check_scratch(scratch: Any) -> None:
         raise InvalidArgument(f"expected scratch as a number of bytes or None, found {scratch!r}")
 
 
-def unusable(error: TpdeError) -> Poisoned:
-    """The error for tensors that were being overwritten when ``error`` was raised."""
-    return Poisoned(
-        f"the tensors are now neither unchanged nor the target: {error._message}", written=[], total=0, _hint=error._hint
-    )
-
-
 def _open_ahead(pair: Any, tensors: Mapping[str, Any], expect: Digest | None) -> Any:
     """Lets a thread open the pair on the CUDA device of the first tensor. ``None`` if that is on the CPU."""
     device = device_of([*islice(tensors.values(), 1)])
@@ -510,13 +500,9 @@ def _overwrite(
         base_memories = bases(outline, state_of(base), where, columns)
     elif on_device is not None:
         raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
-    try:
+    with unusable_after_errors():
         if on_device is not None:
             return on_device._rebuild(outputs, base_memories or [], progress, meanwhile=meanwhile)
         with progress_callback(progress, "apply") as callback:
             opened.read(outputs, base=base_memories, digests=digests, progress=callback)
-    except InvalidArgument:
-        raise
-    except TpdeError as error:
-        raise unusable(error) from error
     return None

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from . import _errors
@@ -189,7 +190,7 @@ class Subscriber:
             # Commit repeats what fails here, and answers with the error.
             with contextlib.suppress(Exception):
                 for version, whole in self._staged:
-                    self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
+                    self._merged(version, whole=whole)
                 self._clock.end("merge")
                 self._at_once = self._catch_up()
                 if self._at_once is None:
@@ -198,15 +199,22 @@ class Subscriber:
 
     def _prepare(self, version: int, *, whole: bool) -> Prepared:
         """Makes a version ready."""
-        stored = self._stored(version, whole=whole)["pairs"]
-        pair, expect = self._checker.merge(version, stored)
+        pair, expect = self._merged(version, whole=whole)
         # Digests of the targets that a check has compared are not computed again. Sums find parameters that have changed since.
-        digests = not self._checker.has_checked(stored)
+        digests = not self._checker.has_checked(self._stored(version, whole=whole)["pairs"])
         return prepare(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect, digests=digests)
 
     def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
         stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
         return stored
+
+    def _merged(self, version: int, *, whole: bool) -> tuple[Path, str]:
+        return self._checker.merge(version, self._stored(version, whole=whole)["pairs"])
+
+    def _answer_of(self, version: int, *, whole: bool) -> dict[str, Any]:
+        """The answer to a version that was applied."""
+        digests = digests_of(self._stored(version, whole=whole))
+        return {"error": None, "id": self._channel.version(version).get("id"), "digests": digests}
 
     def _commit(self) -> list[Sync]:
         self._side.precede()
@@ -222,17 +230,14 @@ class Subscriber:
         """Makes several versions ready for one commit, if that is possible."""
         if len(self._staged) < 2 or not CatchUp.is_possible(self._weights, self._kept):
             return None
-        pairs = [self._checker.merge(version, self._stored(version, whole=whole)["pairs"]) for version, whole in self._staged]
+        pairs = [self._merged(version, whole=whole) for version, whole in self._staged]
         return CatchUp(self._weights, pairs, scratch=self._scratch)
 
     def _apply_at_once(self) -> list[Sync]:
         """Applies all staged versions in one commit; nothing if that is not possible."""
         clock = Clock()
         records = [(version, self._channel.version(version), whole) for version, whole in self._staged]
-        answers = [
-            (version, {"error": None, "id": record.get("id"), "digests": digests_of(record["whole" if whole else "difference"])})
-            for version, record, whole in records
-        ]
+        answers = [(version, self._answer_of(version, whole=whole)) for version, whole in self._staged]
         try:
             if self._at_once is not None:
                 clock.milliseconds.update(self._clock.milliseconds)
@@ -285,8 +290,7 @@ class Subscriber:
 
     def _apply(self, version: int, *, whole: bool) -> Sync:
         record = self._channel.version(version)
-        stored = record["whole" if whole else "difference"]
-        clock, answer = Clock(), {"error": None, "id": record.get("id"), "digests": digests_of(stored)}
+        clock, answer = Clock(), self._answer_of(version, whole=whole)
         (staged, prepared), self._prepared = self._prepared or (None, None), None
         try:
             if prepared is None or staged != (version, whole):

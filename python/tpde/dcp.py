@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
 from ._arguments import check_kinds
+from ._cuts import index_of
 from ._entry import Entry
 from ._errors import InvalidArgument, StoreError, make_error
 from ._memory import check_writable, describe
@@ -262,8 +263,7 @@ def _to_save(item: WriteItem, planner: SavePlanner) -> Slice:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     chunk = item.tensor_data.chunk
-    index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
-    one = _viewed(Slice(name, index, tensor.reshape(tuple(chunk.sizes)), item.tensor_data.size))
+    one = _viewed(Slice(name, index_of(chunk.offsets, chunk.sizes), tensor.reshape(tuple(chunk.sizes)), item.tensor_data.size))
     try:
         describe_saved([one])
     except InvalidArgument as error:
@@ -443,7 +443,7 @@ class StorageReader(_storage.StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 continue
             name, target = _stored(item.storage_index.fqn), planner.resolve_tensor(item).detach()
-            index = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
+            index = index_of(item.storage_offsets, item.lengths)
             view = found.views.get(item.storage_index.fqn)
             own = dtype_of(entries[name].dtype) if view is None else getattr(torch, view[0])
             if target.dtype != own or not _fits(_viewed(Slice(name, index, target)), entries, taken):

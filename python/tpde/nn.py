@@ -24,7 +24,7 @@ from ._arguments import check_kinds, check_needed
 from ._capture import Graph
 from ._device import DevicePair
 from ._entry import Entry
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, and_more
 from ._fixed import Counted
 from ._graphed import Graphs
 from ._open import Reader, state_of
@@ -523,7 +523,7 @@ class _OpenedPair:
         entries = ((names, self.entry(names)) for names in self.model.groups if self.model.tensors[names[0]].device.type == "meta")
         missing = [names[0] for names, entry in entries if entry is None or (entry.is_same and not entry.changes)]
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            more = and_more(missing, 3)
             raise InvalidArgument(
                 f"on the device meta, and not in the pair: {', '.join(map(repr, missing[:3]))}{more}. Make buffers that a model computes "
                 "when it is made, such as those of rotary embeddings, on a real device: accelerate.init_empty_weights() leaves them there"

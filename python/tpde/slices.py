@@ -25,7 +25,7 @@ import torch
 from . import _errors, _map
 from ._arguments import check_kinds, check_needed
 from ._contents import Elements, Refusal
-from ._cuts import Rectangles, cut, is_within, volume, whole_of, within
+from ._cuts import Rectangles, cut, index_of, is_within, volume, whole_of, within
 from ._dtypes import byte_shape, is_packed
 from ._kept import Kept, keep
 from ._map import Piece, module_of
@@ -516,8 +516,7 @@ def _held_by(pair: Inspection, slices: list[Slice]) -> list[Slice]:
     parts: dict[str, list[tuple[slice, ...]]] = {}
     for one in pair.tensors:
         if one.part is not None:
-            index = tuple(slice(start, start + size) for start, size in zip(one.part["origin"], one.shape))
-            parts.setdefault(one.name, []).append(index)
+            parts.setdefault(one.name, []).append(index_of(one.part["origin"], one.shape))
     held: list[Slice] = []
     for each in slices:
         own = [index for index in parts.get(each.name, ()) if is_within(index, each.index)]
@@ -569,11 +568,10 @@ def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair:
             failed.append(module)
     if not failed or not held:
         return error
-    more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     return _errors.make_error(
         "repacked",
-        f"modules do not hold the base: {failed[0]!r}{more}. {held} others hold it, so a kernel may have repacked the weights after "
-        "loading. Map.keep keeps the base of such modules",
+        f"modules do not hold the base: {failed[0]!r}{_errors.and_more(failed)}. {held} others hold it, so a kernel may have repacked the "
+        "weights after loading. Map.keep keeps the base of such modules",
         modules=failed,
         tensor=error.tensor,
         base=error.base,
