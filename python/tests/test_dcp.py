@@ -254,7 +254,7 @@ def test_tensors_that_cannot_be_saved_are_refused_by_name(odd: torch.Tensor, sto
 
 @pytest.mark.parametrize("kind", [tpde.dcp.StorageWriter, tpde.dcp.StorageReader])
 def test_a_path_is_no_store(kind: type, tmp_path: Path) -> None:
-    with pytest.raises(tpde.InvalidArgument, match="the store is a str: expected a tpde.store.Store"):
+    with pytest.raises(tpde.InvalidArgument, match="store is .*: expected a tpde.store.Store"):
         kind(str(tmp_path))
 
 

@@ -245,7 +245,7 @@ def test_rectangles_that_a_tensor_lacks_are_refused(cut: Cut) -> None:
             tpde.numpy.apply_slices_(slices, cut.pair)  # type: ignore[arg-type]
     refused(cut, ["q"], tpde.InvalidArgument, "slices has a str: expected tpde.Slice")
     refused(cut, one(np.s_[:128], 5), tpde.InvalidArgument, "a tensor is named 5")  # type: ignore[arg-type]
-    refused(cut, one(np.s_[:128]), tpde.InvalidArgument, "unknown mode 'x'", mode="x")
+    refused(cut, one(np.s_[:128]), tpde.InvalidArgument, "mode is 'x': expected 'all_checked' or 'chunk_by_chunk'", mode="x")
 
 
 def test_slices_that_share_memory_are_refused(cut: Cut) -> None:

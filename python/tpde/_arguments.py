@@ -17,6 +17,17 @@ def _is_named(*names: str) -> Callable[[Any], bool]:
     return lambda value: any(one.__name__ in names and one.__module__.partition(".")[0] == "tpde" for one in type(value).__mro__)
 
 
+def _count(least: int) -> tuple[Callable[[Any], bool], str]:
+    return (
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63,
+        f"a number of at least {least}",
+    )
+
+
+def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: isinstance(value, str) and value in words, " or ".join(map(repr, words))
+
+
 _FLAG = (_is_flag, "True or False")
 _TEXT = (lambda value: isinstance(value, str), "a text")
 _MAPPING = (lambda value: isinstance(value, Mapping), "a dict")
@@ -31,12 +42,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ["answer", "as_integers", "derived", "digests", "files", "no_base", "payload_digests", "rebuild", "replace"], _FLAG
     ),
     **dict.fromkeys(["strict", "whole", "refused", "pinned", "check", "graph"], _FLAG),
-    **dict.fromkeys(["device", "favor", "framework", "kind", "mode", "payloads"], _TEXT),
+    **dict.fromkeys(["device", "favor", "framework", "payloads"], _TEXT),
     **dict.fromkeys(["have", "metadata", "parts", "renamed"], _MAPPING),
     **dict.fromkeys(["copied", "load_weights", "only", "reload"], _FUNCTION),
     **dict.fromkeys(["timeout", "interval"], _SECONDS),
-    "bucket": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0, "a number of at least 1"),
-    "history": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0, "a number of at least 1"),
+    **dict.fromkeys(["bucket", "history", "keep_every"], _count(1)),
+    **dict.fromkeys(["anchor_every", "anchor_percent", "grace", "limit", "memory", "scratch"], _count(0)),
+    "kind": _one_of("all", "sparse", "dense"),
+    "mode": _one_of("all_checked", "chunk_by_chunk"),
     "channel": (_is_named("Folder"), "a tpde.sync.Folder or Group"),
     "weights": (_is_named("Map"), "a map, as tpde.slices.record makes it"),
     "kept": (_is_named("Kept"), "what Map.keep returns"),
@@ -51,7 +64,7 @@ def check_kinds(**arguments: Any) -> None:
     for name, value in arguments.items():
         fits, expected = _KINDS[name]
         if value is not None and not fits(value):
-            given = repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+            given = f"{value!r:.100}" if isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
             raise InvalidArgument(f"{name} is {given}: expected {expected}")
 
 

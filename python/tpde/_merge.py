@@ -10,7 +10,7 @@ from typing import Any
 from . import _tpde
 from ._arguments import check_kinds
 from ._errors import InvalidArgument
-from ._parts import check_parts, rectangles
+from ._parts import rectangles
 from ._paths import Digest, StrPath, digest_of, inspect, is_path, matching, path_of, report
 from ._progress import Progress, progress_callback
 
@@ -156,7 +156,6 @@ def subset(
 
 def _rectangles(pair: StrPath, digest: bytes | None, parts: Mapping[str, Any]) -> dict[str, list[tuple[list[int], list[int]]]]:
     """Origin and extent of rectangles, by name of the tensor."""
-    check_parts(parts)
     if not parts:
         return {}
     shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}

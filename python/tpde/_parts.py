@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._errors import InvalidArgument
 from ._index import rectangle
 from ._paths import matching_names
-
-
-def check_parts(parts: Any) -> None:
-    if not isinstance(parts, Mapping):
-        raise InvalidArgument(f"parts is a {type(parts).__name__}: expected a dict of patterns to rectangles")
 
 
 def rectangles(parts: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, list[tuple[list[int], list[int]]]]:

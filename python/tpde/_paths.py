@@ -240,17 +240,14 @@ def options(arguments: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
         fixed: Options that the function sets itself.
     """
     how = {name: fixed.get(name, arguments.get(name, default)) for name, default in _OPTIONS.items()}
-    for name in ("payload_digests", "derived"):
-        check_kinds(**{name: how[name]})
-        how[name] = bool(how[name])
+    check_kinds(**{name: how[name] for name in ("payload_digests", "derived", "renamed")})
     for name in ("codec", "layout", "favor", "format", "split"):
         if how[name] is not None and not isinstance(how[name], str):
             raise InvalidArgument(f"no {'format version' if name == 'format' else name} is named {how[name]!r}")
     lanes, renamed = how["chunk_lanes"], how["renamed"]
     if lanes is not None and (not isinstance(lanes, int) or not 0 <= lanes < 1 << 64):
         raise InvalidArgument(f"chunks of {lanes!r} lanes: expected a power of two of at least 4096")
-    if not isinstance(renamed, (Mapping, type(None))):
-        raise InvalidArgument(f"renamed is a {type(renamed).__name__}: expected a dict of target names to base names")
+    how |= {"payload_digests": bool(how["payload_digests"]), "derived": bool(how["derived"])}
     return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
 
 

@@ -10,7 +10,7 @@ from itertools import compress, islice
 from typing import Any, Literal, Union
 
 from . import _tpde
-from ._arguments import check_kinds
+from ._arguments import check_kinds, check_needed
 from ._entry import Entry
 from ._errors import AlreadyApplied, InvalidArgument, Poisoned, TpdeError, and_more
 from ._memory import check_writable, describe_all, describe_each, device_of, places_of
@@ -205,10 +205,9 @@ def apply_(
     ``to_inform(tensors, written)`` returns the names of the tensors that share memory with those that are written. ``inform`` of these
     tensors returns a function, which is called when they have, or may have, been written.
     """
-    check_kinds(strict=strict)
-    check_mode(mode)
+    check_needed(mode=mode)
+    check_kinds(strict=strict, scratch=scratch)
     before, pair = _split_steps(pair, base, mode)
-    check_scratch(scratch)
     if not strict:
         refuse_rebuilt(target)
     tensors = dict(state_of(target))  # a copy, because another thread may change the caller's dict
@@ -345,9 +344,9 @@ def apply_slices(
 ) -> Outcome:
     """Changes slices in place, or overwrites them from ``base``. ``on_written`` is called with the arrays or tensors if they have, or
     may have, been written."""
-    check_mode(mode)
+    check_needed(mode=mode)
+    check_kinds(scratch=scratch)
     before, pair = _split_steps(pair, base, mode)
-    check_scratch(scratch)
     slices = checked(slices)
     device_pair = pair if getattr(pair, "_pair", None) is not None else None
     if device_pair is not None:
@@ -444,19 +443,6 @@ def _apply_steps(before: list[Any], on_device: Any, memories: Any, progress: Pro
         raise InvalidArgument("several pairs change tensors on a CUDA device only: fold the pairs for tensors on the CPU")
     steps = [_on(on_device.device, one, one._pair if hasattr(one, "_pair") else open_pair(one)) for one in before]
     return bool(on_device._apply_after(steps, memories, progress, scratch=scratch))
-
-
-def check_mode(mode: Any) -> None:
-    """Raises for an unknown mode."""
-    check_kinds(mode=mode)
-    if mode not in ("all_checked", "chunk_by_chunk"):
-        raise InvalidArgument(f"unknown mode {mode!r}: expected 'all_checked' or 'chunk_by_chunk'")
-
-
-def check_scratch(scratch: Any) -> None:
-    """Raises for what is no number of bytes of scratch memory."""
-    if scratch is not None and (isinstance(scratch, bool) or not isinstance(scratch, int) or not 0 <= scratch < 1 << 63):
-        raise InvalidArgument(f"expected scratch as a number of bytes or None, found {scratch!r}")
 
 
 def _open_ahead(pair: Any, tensors: Mapping[str, Any], expect: Digest | None) -> Any:

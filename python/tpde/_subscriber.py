@@ -18,7 +18,6 @@ from ._folder import Folder
 from ._kept import Kept
 from ._outcome import Clock, Sync
 from ._records import digests_of, steps
-from ._state import check_scratch
 from ._version import Version
 from .slices import Loader, Map, Prepared, prepare
 
@@ -59,8 +58,7 @@ class Subscriber:
         scratch: int | None = None,
     ) -> None:
         check_needed(weights=weights, channel=channel)
-        check_kinds(kept=kept, reload=reload)
-        check_scratch(scratch)
+        check_kinds(kept=kept, reload=reload, scratch=scratch)
         self._weights, self._channel, self._name = weights, channel, name
         self._kept, self._reload, self._scratch = kept, reload, scratch
         rectangles = weights.rectangles(kept)

@@ -54,7 +54,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
-from ._arguments import check_kinds
+from ._arguments import check_kinds, check_needed
 from ._cuts import index_of
 from ._entry import Entry
 from ._errors import InvalidArgument, StoreError, make_error
@@ -110,19 +110,21 @@ def _checked_metadata(metadata: Any) -> Mapping[str, str]:
     return metadata or {}
 
 
-def _text_of(checkpoint_id: Any) -> str | None:
-    return None if checkpoint_id is None else os.fsdecode(checkpoint_id)
+class _WithId:
+    """What writer and reader of DCP have: the ``checkpoint_id`` of the next call, and of this one. A call without an id resets neither."""
+
+    _next_id: str | None = None
+    _id: str | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._next_id = None if checkpoint_id is None else os.fsdecode(checkpoint_id)
 
 
-def _checked_store(store: Any) -> Store:
-    if not isinstance(store, Store):
-        raise InvalidArgument(
-            f"the store is a {type(store).__name__}: expected a tpde.store.Store, as tpde.store.Store(path) opens it"
-        )
-    return store
-
-
-class StorageWriter(_storage.StorageWriter):
+class StorageWriter(_WithId, _storage.StorageWriter):
     """Saves state dicts as versions of a branch, for ``dcp.save(storage_writer=...)``.
 
     Args:
@@ -148,22 +150,16 @@ class StorageWriter(_storage.StorageWriter):
         derived: bool = True,
     ) -> None:
         super().__init__()
+        check_needed(store=store)
         _checked_metadata(metadata)
-        self.store, self.branch, self.metadata = _checked_store(store), branch, metadata
-        #: The ``checkpoint_id`` of the next call, and of this one. A call without an id does not reset the writer.
-        self._next_id: str | None = None
-        self._id: str | None = None
+        self.store, self.branch, self.metadata = store, branch, metadata
         #: The version that was saved last, on the coordinator.
         self.version: Version | None = None
         self._options = options(locals(), payload_digests=True)
         self._work: tempfile.TemporaryDirectory[str] | None = None
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._next_id = _text_of(checkpoint_id)
+        super().reset(checkpoint_id)
         self._clean()
 
     def _clean(self) -> None:
@@ -327,7 +323,7 @@ def _is_path(path: Any) -> bool:
     return isinstance(path, tuple) and all(isinstance(one, (str, int)) for one in path)
 
 
-class StorageReader(_storage.StorageReader):
+class StorageReader(_WithId, _storage.StorageReader):
     """Loads a version into a state dict, for ``dcp.load(storage_reader=...)``.
 
     Args:
@@ -344,19 +340,10 @@ class StorageReader(_storage.StorageReader):
         self, store: Store, version: str = "main", *, have: Mapping[str, StrPath] | None = None, cache: StrPath | None = None
     ) -> None:
         super().__init__()
-        self.store, self.version = _checked_store(store), version
-        #: The ``checkpoint_id`` of the next call, and of this one. A call without an id does not reset the reader.
-        self._next_id: str | None = None
-        self._id: str | None = None
+        check_needed(store=store)
+        self.store, self.version = store, version
         self._have = have_of(have)
         self._cache = path_or_none(cache)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._next_id = _text_of(checkpoint_id)
 
     def _wanted(self) -> Version:
         """The version to load."""

@@ -22,11 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import _tpde
-from ._arguments import check_kinds
+from ._arguments import check_kinds, check_needed
 from ._errors import InvalidArgument
 from ._memory import describe_all
 from ._open import allocator_of
-from ._parts import check_parts, rectangles
+from ._parts import rectangles
 from ._paths import StrPath, is_path, matching_names, options, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
 from ._state import saved_of
@@ -63,8 +63,7 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
         InvalidArgument: A grace below 2 seconds, or a negative number.
     """
     counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
-    for name, count in counts.items():
-        _check_count(name, count)
+    check_needed(**counts)
     return Store(location, _made=_tpde.Store.init(_location(location), **counts))
 
 
@@ -85,8 +84,7 @@ class Store:
     """
 
     def __init__(self, location: StrPath, *, memory: int | None = None, _made: _tpde.Store | None = None) -> None:
-        if memory is not None:
-            _check_count("memory", memory)
+        check_kinds(memory=memory)
         self.location, self._memory = _location(location), memory
         self._opened = _tpde.Store.open(self.location, memory) if _made is None else _made
         self._process = os.getpid()
@@ -224,7 +222,6 @@ class Store:
             StoreError (no_version, unreachable), WrongBase: As their names say. There is no output then.
         """
         check_kinds(parts=parts)
-        check_parts({} if parts is None else parts)
         with progress_callback(progress, "get") as callback:
             text = self._store.get(
                 _text(version, "version"),
@@ -272,7 +269,6 @@ class Store:
             StoreError (no_version, unreachable), WrongBase, OutOfMemory, DeviceError: As their names say.
         """
         check_kinds(parts=parts)
-        check_parts({} if parts is None else parts)
         target = allocator_of(framework, device, as_integers=as_integers)[0]
         allocator = allocator_of(framework, "cpu", as_integers=as_integers)[1]
         loaded: dict[str, Any] = {}
@@ -313,8 +309,7 @@ class Store:
             StoreError (no_version): There is no such branch.
             InvalidArgument: ``limit`` is no number of at least 0.
         """
-        if limit is not None:
-            _check_count("limit", limit)
+        check_kinds(limit=limit)
         return [report(Version, text) for text in self._store.log(_text(branch, "branch"), limit=limit)]
 
     def since(self, start: int, branch: str = "main") -> list[Version]:
@@ -387,7 +382,7 @@ class Store:
             InvalidArgument: ``keep_every`` is no number of at least 1.
             StoreError (no_version, external, too_slow): As their codes say. All versions that were not pruned can still be read.
         """
-        _check_count("keep_every", keep_every, least=1)
+        check_needed(keep_every=keep_every)
         how = options(locals(), payload_digests=True)
         text = self._store.prune(_text(branch, "branch"), keep_every, have=have_of(have), options=how)
         return report(PruneReport, text)
@@ -429,11 +424,6 @@ class Store:
                 start = version.number + 1
             if not new:
                 time.sleep(interval)
-
-
-def _check_count(name: str, count: Any, least: int = 0) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or not least <= count < 1 << 64:
-        raise InvalidArgument(f"{name} is {count!r}: expected a number of at least {least}")
 
 
 def _location(location: StrPath) -> str:

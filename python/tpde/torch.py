@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 import torch
 
 from . import _state
-from ._arguments import check_kinds
+from ._arguments import check_needed
 from ._device import DevicePair
 from ._encoder import Encoder
 from ._encoding import Encoding
 from ._entry import Entry
-from ._errors import InvalidArgument
 from ._open import Reader
 from ._paths import Digest, EncodeReport, StrPath, options
 from ._progress import Progress
@@ -365,9 +364,7 @@ def iter_patches(
     Raises:
         As :func:`load_file`.
     """
-    check_kinds(kind=kind)
-    if kind not in ("all", "sparse", "dense"):
-        raise InvalidArgument(f"unknown kind {kind!r} of patches: expected 'all', 'sparse' or 'dense'")
+    check_needed(kind=kind)
     reader = Reader(pair, base, "pt", device, expect=expect)
     for entry in reader.entries.values():
         if entry.is_same and not entry.changes:
