@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import tpde
-
-
-@contextlib.contextmanager
-def raises(kind: str | type[BaseException], match: str | None = None) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """As :func:`pytest.raises`, also with the code of an error of the package."""
-    with pytest.raises(tpde.TpdeError if isinstance(kind, str) else kind, match=match) as caught:
-        yield caught
-    assert not isinstance(kind, str) or caught.value.code == kind, repr(caught.value)
-
 
 #: Lanes per chunk. Test tensors are longer than a chunk, and not a multiple of one.
 CHUNK = 4096

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import tpde
-from conftest import Made, raises
+from conftest import Made
+from raised import raises
 from test_torch import raw_of, tensors_of
 
 torch = pytest.importorskip("torch")

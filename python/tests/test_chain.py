@@ -14,7 +14,8 @@ import pytest
 
 import tpde
 import tpde.numpy
-from conftest import BYTES, SHAPES, make_tensors, raises, write_safetensors
+from conftest import BYTES, SHAPES, make_tensors, write_safetensors
+from raised import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import Made, SHAPES, raises
+from conftest import Made, SHAPES
+from raised import raises
 from test_torch import DTYPES, Tied, raw_of, tensors_of, tuned
 
 # If TPDE_GPU is set, a missing PyTorch fails here.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tpde
-from conftest import raises
+from raised import raises
 from test_cuda_slices import Chain, chain, moved, pytestmark, shards, torch  # noqa: F401 (a fixture, and the mark of the module)
 from test_slices import RANKS, SPLIT, Cut, cut  # noqa: F401 (a fixture)
 

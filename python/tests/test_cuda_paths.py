@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import tpde
-from conftest import Made, raises
+from conftest import Made
+from raised import raises
 
 # If TPDE_GPU is set, a missing PyTorch fails here.
 torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tpde
-from conftest import raises
+from raised import raises
 from test_slices import RANKS, SHAPES, SPLIT, Arrays, Cut, cut, rows  # noqa: F401 (a fixture)
 
 # If TPDE_GPU is set, a missing PyTorch fails here.

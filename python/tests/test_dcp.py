@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402 (needs torch)
 
-from conftest import raises  # noqa: E402
+from raised import raises  # noqa: E402
 import dcp_rank  # noqa: E402
 import tpde.dcp  # noqa: E402
 import tpde.torch  # noqa: E402

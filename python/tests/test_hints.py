@@ -18,7 +18,7 @@ import tpde
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from conftest import raises  # noqa: E402
+from raised import raises  # noqa: E402
 from test_misuse import Calls, public, weights  # noqa: E402
 
 import tpde.nn  # noqa: E402

@@ -25,6 +25,7 @@ import tpde.store  # noqa: E402
 import tpde.sync  # noqa: E402
 import tpde.torch  # noqa: E402
 
+MODULES = (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.store, tpde.dcp, tpde.sync)
 #: Positional arguments of each function.
 POSITIONAL = {
     tpde.encode: ["target", "path"],
@@ -87,7 +88,7 @@ def public() -> dict[str, Any]:
     )
     store = tpde.store.Store
     found = {f"tpde.store.Store.{method.__name__}": method for method in (store.put, store.put_pair, store.get, store.load)}
-    for module in (tpde, tpde.torch, tpde.numpy, tpde.nn, tpde.slices, tpde.store, tpde.dcp, tpde.sync):
+    for module in MODULES:
         for name in module.__all__:
             value = getattr(module, name)
             is_result = inspect.isclass(value) and (issubclass(value, Exception) or hasattr(value, "__dataclass_fields__"))
@@ -98,6 +99,11 @@ def public() -> dict[str, Any]:
 
 def parameters(function: Any, kind: Any) -> list[str]:
     return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind is kind]
+
+
+def test_there_are_at_most_ninety_public_names() -> None:
+    names = [f"{module.__name__}.{name}" for module in MODULES for name in module.__all__]
+    assert len(names) == len(set(names)) <= 90
 
 
 def test_data_comes_first_then_the_path_and_options_are_keywords() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import Made, raises
+from conftest import Made
+from raised import raises
 
 
 def stored(pair: Path) -> tuple[bytes, bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import raises
+from raised import raises
 from test_torch import Tied, raw, raw_of, tuned
 
 torch = pytest.importorskip("torch")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import tpde
-from conftest import Made, SHAPES, raises, raw
+from conftest import Made, SHAPES, raw
+from raised import raises
 
 # NumPy dtypes of the tests' arrays. BF16 and F8 are unsigned integers, so ml_dtypes is not needed.
 VIEWS = {"BF16": np.uint16, "F8_E4M3": np.uint8, "F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}

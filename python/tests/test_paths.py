@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import Made, raises, write_safetensors
+from conftest import Made, write_safetensors
+from raised import raises
 
 
 def test_the_version_is_the_crate_s() -> None:

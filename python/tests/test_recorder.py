@@ -16,7 +16,7 @@ import tpde
 torch = pytest.importorskip("torch")
 
 import loaders  # noqa: E402 (needs torch)
-from conftest import raises  # noqa: E402
+from raised import raises  # noqa: E402
 from loaders import MODELS, Model, Weights  # noqa: E402
 
 import tpde.slices  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import raises
+from raised import raises
 import tpde
 import tpde.numpy
 

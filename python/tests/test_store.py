@@ -21,7 +21,8 @@ import pytest
 import tpde
 import tpde.numpy
 import tpde.store
-from conftest import Made, make_tensors, raises, write_safetensors
+from conftest import Made, make_tensors, write_safetensors
+from raised import raises
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import tpde  # noqa: E402
 import tpde.store  # noqa: E402
-from conftest import Made, raises  # noqa: E402
+from conftest import Made  # noqa: E402
+from raised import raises  # noqa: E402
 from test_store import steps  # noqa: E402
 
 

@@ -17,7 +17,7 @@ import tpde
 
 torch = pytest.importorskip("torch")
 
-from conftest import raises  # noqa: E402
+from raised import raises  # noqa: E402
 import loaders  # noqa: E402 (needs torch)
 from test_recorder import Repacking, same  # noqa: E402
 

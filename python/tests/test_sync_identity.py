@@ -15,7 +15,7 @@ import tpde
 
 torch = pytest.importorskip("torch")
 
-from conftest import raises  # noqa: E402
+from raised import raises  # noqa: E402
 from groups import Hub, Rank, together  # noqa: E402 (needs torch)
 from test_group import Engine as GroupEngine  # noqa: E402
 from test_group import Trainer as GroupTrainer  # noqa: E402

@@ -13,7 +13,7 @@ import tpde
 
 torch = pytest.importorskip("torch")
 
-from conftest import raises  # noqa: E402
+from raised import raises  # noqa: E402
 import loaders  # noqa: E402 (needs torch)
 from test_recorder import same  # noqa: E402
 from test_sync import Engine, Trainer, weights_of  # noqa: E402

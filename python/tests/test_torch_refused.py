@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import tpde
-from conftest import Made, raises
+from conftest import Made
+from raised import raises
 from test_torch import tensors_of
 
 torch = pytest.importorskip("torch")

@@ -15,6 +15,7 @@ from ._model import memory_range
 from ._recorder import Recording
 from ._slices import Slice
 from ._strides import NotRectangles, Placed, Region, Regions, rectangles, with_rows
+from ._torch_memory import INTEGERS
 
 
 class Layout(NamedTuple):
@@ -200,10 +201,7 @@ def without_copies(slices: list[Slice]) -> tuple[list[Slice], list[tuple[Slice, 
     return list(first.values()), copies
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and shape have the same bits."""
-    integers = _INTEGERS[one.element_size()]
+    integers = INTEGERS[one.element_size()]
     return torch.equal(one.view(integers), other.view(integers))

@@ -31,6 +31,10 @@ def has_name(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
+#: Integer dtypes by bytes per element.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def check_device(device: Any) -> torch.device:
     """The device, if its tensors can be read and written. A CUDA device without an index gets one."""
     try:

@@ -32,7 +32,7 @@ from ._paths import Digest, EncodeReport, StrPath, options
 from ._progress import Progress
 from ._slices import Slice
 from ._state import Mode, Outcome
-from ._torch_memory import dtype_of, storages_of, values_of
+from ._torch_memory import INTEGERS, dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -393,15 +393,11 @@ def _sparse(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
     return CheckpointWeightPatch(entry.name, tuple(entry.shape), dtype, values, indices)
 
 
-#: Integer dtypes by bytes per element.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _sparse_on_device(reader: Reader, entry: Entry) -> CheckpointWeightPatch | None:
     """Like :func:`_sparse`, with the base on a device: rebuilds the whole tensor there and compares it with the base."""
     tensor = reader.read([entry.name])[entry.name].view(-1)
     base = (reader.tensors or {})[entry.base_name].detach().view(-1)
-    as_integers = _INTEGERS[tensor.element_size()]
+    as_integers = INTEGERS[tensor.element_size()]
     indices = (tensor.view(as_integers) != base.view(as_integers)).nonzero().view(-1)
     values = tensor[indices] if tensor.element_size() > 1 else tensor.view(as_integers)[indices].view(tensor.dtype)
     if values.to(torch.float64).isnan().any():
