@@ -14,8 +14,8 @@ class TpdeError(Exception):
     """The base class of all exceptions of this package, except Python's own for wrong argument types.
 
     A class groups errors that a caller handles in the same way. ``code`` is the exact kind, a word that stays the same between
-    releases. The program prints the same words with ``--json``. Keyword arguments of the constructor become attributes. A listed
-    attribute is ``None`` where it does not apply. The text of some errors has a second line with a hint: a likely cause, or what helps.
+    releases. Keyword arguments of the constructor become attributes. A listed attribute is ``None`` where it does not apply. The text
+    of some errors has a second line with a hint: a likely cause, or what helps.
 
     Codes: ``"internal"``, a bug of this package, and ``"other"``.
     """
