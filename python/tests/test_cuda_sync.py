@@ -155,7 +155,7 @@ def test_a_fault_of_any_version_that_is_missing_writes_nothing(
             subscriber.commit() if staged else subscriber.update()
         assert caught.value.number == version and isinstance(caught.value.__cause__, tpde.Invalid)
         assert behind.late.has(0) and subscriber.version == 0
-        assert behind.answer()["version"] == version and behind.answer()["error"].startswith("Step: ")
+        assert behind.answer()["version"] == version and behind.answer()["error"].startswith("step: ")
         behind.blob(version).write_bytes(sound)
     # Another base, which only the first version finds. It is then applied alone, which says more.
     parameter = behind.late.live["qk"].view(torch.int16)

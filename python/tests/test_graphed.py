@@ -38,7 +38,7 @@ class TestAttach:
         base, _, pair = deep
         with pytest.raises(tpde.InvalidArgument, match="found no layer whose weight is rebuilt"):
             tpde.nn.attach(base, pair, only=lambda _: False, graph=True)
-        with pytest.raises(tpde.InvalidArgument, match="graph is a str: expected True or False"):
+        with pytest.raises(tpde.InvalidArgument, match="graph is 'yes': expected True or False"):
             tpde.nn.attach(base, pair, graph="yes")
         base.forward = lambda tokens: tokens
         with pytest.raises(tpde.InvalidArgument, match="found one of the model"):
