@@ -96,20 +96,9 @@ pub mod format;
 pub mod index;
 pub mod lane;
 pub mod limits;
+mod prelude;
 pub mod rectangle;
 pub mod source;
 pub mod sums;
 #[cfg(feature = "std")]
 pub mod writer;
-
-/// What `std` has in scope and `core` has not.
-mod prelude {
-    pub use alloc::{
-        borrow::ToOwned,
-        boxed::Box,
-        format,
-        string::{String, ToString},
-        vec,
-        vec::Vec,
-    };
-}

@@ -4,11 +4,9 @@
 
 use crate::prelude::*;
 
-use super::library::{self, Context};
+use super::library::{self, Context, Outcome};
 
 const MAGIC: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
-
-pub(super) type Outcome<T> = Result<T, &'static str>;
 
 /// Reads frames. The memory of the decoder is allocated for the first frame, because many decoders read no frame.
 #[derive(Default)]

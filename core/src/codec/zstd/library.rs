@@ -1,9 +1,11 @@
 //! Frames by the C library.
 
-use super::frame::Outcome;
 use crate::prelude::*;
 use zstd::zstd_safe::zstd_sys::ZSTD_EndDirective;
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, Strategy};
+
+/// An error says what is wrong with the frame.
+pub(super) type Outcome<T> = Result<T, &'static str>;
 
 /// Minimum size of a block in bytes. A shorter part shares a block with the next part, because each block costs a header and a
 /// table.

@@ -1,10 +1,12 @@
 //! Frames by `ruzstd`, in Rust alone.
 
-use super::frame::Outcome;
 #[cfg(not(feature = "zstd"))]
 use crate::prelude::*;
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use ruzstd::io::Read;
+
+/// An error says what is wrong with the frame.
+pub(super) type Outcome<T> = Result<T, &'static str>;
 
 const DAMAGED: &str = "a damaged frame";
 
