@@ -1,25 +1,10 @@
 //! The kernels, compiled for a device.
 
 use super::driver::{Context, Entered, Kernel, Module};
+use super::ptx::{self, Ptx};
 use crate::cuda::abi;
 use std::sync::{Mutex, PoisonError};
 use tpde_core::error::Result;
-
-const RAW_PTX: &str = include_str!("../../../kernels/ptx/raw.ptx");
-const CONDITIONED_PTX: &str = include_str!("../../../kernels/ptx/conditioned.ptx");
-const WITHOUT_BASE_PTX: &str = include_str!("../../../kernels/ptx/without_base.ptx");
-const RAW_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/raw_strided.ptx");
-const CONDITIONED_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/conditioned_strided.ptx");
-const WITHOUT_BASE_STRIDED_PTX: &str = include_str!("../../../kernels/ptx/without_base_strided.ptx");
-const RAW_DERIVED_PTX: &str = include_str!("../../../kernels/ptx/raw_derived.ptx");
-const CONDITIONED_DERIVED_PTX: &str = include_str!("../../../kernels/ptx/conditioned_derived.ptx");
-const FRAMES_PTX: &str = include_str!("../../../kernels/ptx/frames.ptx");
-const DIGESTS_PTX: &str = include_str!("../../../kernels/ptx/digests.ptx");
-const HASH_PTX: &str = include_str!("../../../kernels/ptx/hash.ptx");
-const ENCODE_PLAN_PTX: &str = include_str!("../../../kernels/ptx/encode_plan.ptx");
-const ENCODE_WRITE_PTX: &str = include_str!("../../../kernels/ptx/encode_write.ptx");
-const ENCODE_FORM_PTX: &str = include_str!("../../../kernels/ptx/encode_form.ptx");
-const LAYOUT_PTX: &str = include_str!("../../../kernels/ptx/layout.ptx");
 
 /// All kernels. Kernels that only some pairs need are compiled at their first use.
 #[derive(Debug)]
@@ -88,15 +73,15 @@ pub(in crate::cuda) struct EncodeKernels {
 impl Kernels {
     pub fn load(cx: &Entered<'_>) -> Result<Self> {
         let mut modules = Vec::new();
-        let mut load = |ptx, name, threads, shared| -> Result<Kernel> {
-            let (kernel, module) = Kernel::load(cx, ptx, name, threads, shared)?;
+        let mut load = |ptx: Ptx, name, threads, shared| -> Result<Kernel> {
+            let (kernel, module) = Kernel::load(cx, &ptx.text()?, name, threads, shared)?;
             modules.push(module);
             Ok(kernel)
         };
-        let raw = load(RAW_PTX, "tpde_raw", abi::RAW_THREADS, abi::RAW_SHARED)?;
+        let raw = load(ptx::RAW, "tpde_raw", abi::RAW_THREADS, abi::RAW_SHARED)?;
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
-        let conditioned = load(CONDITIONED_PTX, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
-        let layout = load(LAYOUT_PTX, "tpde_layout", 1, 0)?;
+        let conditioned = load(ptx::CONDITIONED, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
+        let layout = load(ptx::LAYOUT, "tpde_layout", 1, 0)?;
         let (without_base, strided, derived, frames, digests, hash, encoder, form) = Default::default();
         let modules = Mutex::new(modules);
         Ok(Self { raw, conditioned, layout, without_base, strided, derived, frames, digests, hash, encoder, form, modules })
@@ -111,13 +96,13 @@ impl Kernels {
         };
         let (ptx, name) = match (decoder, variant) {
             (Decoder::Raw, Variant::Plain) => return Ok(self.raw),
-            (Decoder::Raw, Variant::Strided) => (RAW_STRIDED_PTX, "tpde_raw_strided"),
-            (Decoder::Raw, Variant::Derived) => (RAW_DERIVED_PTX, "tpde_raw_derived"),
+            (Decoder::Raw, Variant::Strided) => (ptx::RAW_STRIDED, "tpde_raw_strided"),
+            (Decoder::Raw, Variant::Derived) => (ptx::RAW_DERIVED, "tpde_raw_derived"),
             (Decoder::Conditioned, Variant::Plain) => return Ok(self.conditioned),
-            (Decoder::Conditioned, Variant::Strided) => (CONDITIONED_STRIDED_PTX, "tpde_conditioned_strided"),
-            (Decoder::Conditioned, Variant::Derived) => (CONDITIONED_DERIVED_PTX, "tpde_conditioned_derived"),
-            (Decoder::WithoutBase, Variant::Strided) => (WITHOUT_BASE_STRIDED_PTX, "tpde_without_base_strided"),
-            (Decoder::WithoutBase, _) => (WITHOUT_BASE_PTX, "tpde_without_base"),
+            (Decoder::Conditioned, Variant::Strided) => (ptx::CONDITIONED_STRIDED, "tpde_conditioned_strided"),
+            (Decoder::Conditioned, Variant::Derived) => (ptx::CONDITIONED_DERIVED, "tpde_conditioned_derived"),
+            (Decoder::WithoutBase, Variant::Strided) => (ptx::WITHOUT_BASE_STRIDED, "tpde_without_base_strided"),
+            (Decoder::WithoutBase, _) => (ptx::WITHOUT_BASE, "tpde_without_base"),
         };
         let cell = match (variant, decoder) {
             (Variant::Strided, _) => &self.strided[decoder as usize],
@@ -131,31 +116,31 @@ impl Kernels {
     /// Returns the kernels before and after nvCOMP.
     pub fn frames(&self, context: &Context) -> Result<FrameKernels> {
         load_once(&self.frames, context, |cx| {
-            let load = |name| self.load_more(cx, FRAMES_PTX, name, abi::FRAMES_THREADS, 0);
+            let load = |name| self.load_more(cx, ptx::FRAMES, name, abi::FRAMES_THREADS, 0);
             Ok(FrameKernels { check: load("tpde_frames_check")?, expand: load("tpde_frames_expand")? })
         })
     }
 
     /// Returns the kernel for payload digests.
     pub fn digests(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.digests, context, |cx| self.load_more(cx, DIGESTS_PTX, "tpde_digests", abi::DIGESTS_THREADS, 0))
+        load_once(&self.digests, context, |cx| self.load_more(cx, ptx::DIGESTS, "tpde_digests", abi::DIGESTS_THREADS, 0))
     }
 
     /// Returns the kernel for hashes of memory.
     pub fn hash(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.hash, context, |cx| self.load_more(cx, HASH_PTX, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
+        load_once(&self.hash, context, |cx| self.load_more(cx, ptx::HASH, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
     }
 
     /// Returns the kernel that forms base lanes for an encoder.
     pub fn form(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.form, context, |cx| self.load_more(cx, ENCODE_FORM_PTX, "tpde_encode_form", abi::FORM_THREADS, 0))
+        load_once(&self.form, context, |cx| self.load_more(cx, ptx::ENCODE_FORM, "tpde_encode_form", abi::FORM_THREADS, 0))
     }
 
     /// Returns the kernels of an encoder.
     pub fn encoder(&self, context: &Context) -> Result<EncodeKernels> {
         load_once(&self.encoder, context, |cx| {
-            let plan = self.keep(Module::load(cx, ENCODE_PLAN_PTX)?);
-            let write = self.keep(Module::load(cx, ENCODE_WRITE_PTX)?);
+            let plan = self.keep(Module::load(cx, &ptx::ENCODE_PLAN.text()?)?);
+            let write = self.keep(Module::load(cx, &ptx::ENCODE_WRITE.text()?)?);
             let load = |module: &Module, name| module.kernel(cx, name, abi::ENCODE_THREADS, 0);
             Ok(EncodeKernels {
                 survey: load(&plan, "tpde_encode_survey")?,
@@ -177,8 +162,8 @@ impl Kernels {
         module
     }
 
-    fn load_more(&self, cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
-        let (kernel, module) = Kernel::load(cx, ptx, name, threads, shared)?;
+    fn load_more(&self, cx: &Entered<'_>, ptx: Ptx, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
+        let (kernel, module) = Kernel::load(cx, &ptx.text()?, name, threads, shared)?;
         self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module);
         Ok(kernel)
     }

@@ -12,6 +12,7 @@ pub(super) mod kernels;
 pub(super) mod layout;
 pub(super) mod memory;
 pub(super) mod pools;
+pub(super) mod ptx;
 pub(super) mod scratch;
 pub(super) mod staging;
 pub(super) mod stream;
