@@ -13,9 +13,13 @@ check:
     cargo clippy --workspace --exclude tpde-python --all-targets --no-default-features -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
 
-# Every test: Rust, vectors, second reader, layouts, real checkpoints, Python package
-test:
-    scripts/test
+# What the working tree changes: formatting, lints, tests of the changed crates
+quick:
+    scripts/quick
+
+# Core and library, vectors; with --all every test: also program, stores, kernels, Python package, real checkpoints
+test *arguments:
+    scripts/test {{arguments}}
 
 # The Python package, built and installed into target/: its tests and the examples
 python:
