@@ -29,7 +29,7 @@ fn read(vector: &Vector) -> Outcome {
     let pair = Pair::new(index, manifest::read(&vector.blob)).map_err(|e| ("open_blob", Box::new(e)))?;
     let later = |e| ("decode", Box::new(e));
     pair.verify().map_err(later)?;
-    let base = vector.base.as_ref().map(|base| SafetensorsCheckpoint::open(base)).transpose().map_err(later)?;
+    let base = vector.base.as_ref().map(SafetensorsCheckpoint::open).transpose().map_err(later)?;
     let tensors = decode(&pair, base.as_ref()).map_err(later)?;
     let out = tempfile::tempdir().unwrap();
     let path = out.path().join("out");

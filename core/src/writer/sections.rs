@@ -172,10 +172,12 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN as usize), 0);
 }
 
-/// Returns a function that compresses a section, unless compression makes it larger. It returns the expanded size and the stored
-/// form. One compressor serves all sections: allocating its memory takes longer than compressing a small section.
+/// The expanded size of a section, and its stored form.
+type Stored = (u64, Vec<u8>);
+
+/// Returns a function that compresses a section, unless compression makes it larger. One compressor serves all sections: allocating its memory takes longer than compressing a small section.
 #[cfg(feature = "zstd")]
-fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<(u64, Vec<u8>)>> {
+fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<Stored>> {
     /// On real checkpoints, higher levels gain nothing and cost up to fifty times as much. That matters for small pairs, because
     /// this part of encoding is serial.
     const LEVEL: i32 = 6;
@@ -190,7 +192,7 @@ fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<(u64, Vec<u8>)>>
 
 /// Without the C library, sections are stored as they are.
 #[cfg(not(feature = "zstd"))]
-fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<(u64, Vec<u8>)>> {
+fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<Stored>> {
     Ok(|expanded: Vec<u8>| Ok((expanded.len() as u64, expanded)))
 }
 

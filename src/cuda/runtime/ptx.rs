@@ -3,9 +3,9 @@
 //! An archive names a register by the number of other registers of its class that were used since its last use, or `!` at its first
 //! use. So similar code is the same text, and compresses well.
 
-use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
+use tpde_core::error::{Error, Result};
 
 const DECODE: &[u8] = include_bytes!("../../../kernels/ptx/decode.zst");
 const DIGEST: &[u8] = include_bytes!("../../../kernels/ptx/digest.zst");
