@@ -58,8 +58,8 @@ impl ValidatedIndex {
     /// Cost: one BLAKE3 pass over the bytes and one linear pass over the records; about 15 ms for a million records.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) with the first violated rule, in the order of section 13;
-    /// [`Error::Limit`](crate::error::Error::Limit) if the index or a section is larger than `limits` allow.
+    /// [`Error::Invalid`] with the first violated rule, in the order of section 13;
+    /// [`Error::Limit`] if the index or a section is larger than `limits` allow.
     pub fn parse(bytes: impl Into<Buffer>, limits: &Limits) -> Result<Self> {
         Self::parse_with(bytes, &OpenOptions::from(*limits))
     }
