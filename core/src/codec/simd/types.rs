@@ -92,13 +92,11 @@ impl Prefetch<'_> {
 
 /// Number of lines that a [`Prefetch`] has requested.
 #[derive(Debug, Default)]
-#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code reads it"))]
 pub struct PrefetchedLines(pub usize);
 
 impl PrefetchedLines {
     /// Returns the offset of the line that is requested as number `i`.
     #[inline(always)]
-    #[cfg_attr(not(any(target_arch = "x86_64", test)), expect(dead_code, reason = "only vector code uses it"))]
     pub fn offset(i: usize) -> usize {
         const TOGETHER: usize = 4;
         const GROUP_LINES: usize = TOGETHER * ChunkSum::BLOCK / LINE;
@@ -118,7 +116,6 @@ pub struct DecodeTable<'a> {
 
 /// Steps of one stream, for [`super::Platform::decode_steps`]. `T` is a lane in memory.
 #[derive(Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only vector code uses words and states"))]
 pub struct StreamSteps<'a, 'w, T> {
     /// Words of the stream.
     pub words: &'a mut Words<'w>,
