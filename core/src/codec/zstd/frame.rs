@@ -1,6 +1,7 @@
 //! Reads and writes single zstd frames with a content size, without a dictionary, with a bounded window (spec section 5.2).
 //!
-//! The C library writes frames, and reads them. Without it, `ruzstd` reads them. This file checks what neither of them checks.
+//! Feature `zstd` writes and reads frames with the C library. Feature `ruzstd` only reads them. This file checks the header, which
+//! neither library checks in full.
 
 use crate::prelude::*;
 
@@ -15,8 +16,8 @@ pub struct Expander(Option<Context>);
 impl Expander {
     /// Expands `frame`, which must be one frame with exactly `out.len()` bytes of content. An error describes the difference.
     pub fn expand(&mut self, frame: &[u8], out: &mut [u8], window_log_max: u32) -> Outcome<()> {
-        check_header(frame, out.len() as u64, window_log_max)?;
-        let written = library::expand(self.0.get_or_insert_default(), frame, out)?;
+        let header_size = check_header(frame, out.len() as u64, window_log_max)?;
+        let written = library::expand(self.0.get_or_insert_default(), frame, header_size, out)?;
         if written == out.len() { Ok(()) } else { Err("a frame of another size") }
     }
 
@@ -30,8 +31,9 @@ impl Expander {
     }
 }
 
-/// Checks the magic, the content size and the window, and that no dictionary is needed (RFC 8878, section 3.1.1.1).
-fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
+/// Checks the magic, the content size and the window, and that no dictionary is needed (RFC 8878, section 3.1.1.1). Returns the size
+/// of the header.
+fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<usize> {
     let few = "too few bytes for a frame";
     let (magic, rest) = frame.split_first_chunk::<4>().ok_or(few)?;
     let (&descriptor, rest) = rest.split_first().ok_or(few)?;
@@ -50,23 +52,23 @@ fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<()> {
     if window > 1 << window_log_max {
         return Err("a window beyond the limit");
     }
-    if descriptor & 0x08 != 0 {
-        return Err("a damaged frame header");
-    }
     let damaged = "a damaged frame header";
+    if descriptor & 0x08 != 0 {
+        return Err(damaged);
+    }
     let (dictionary, rest) = rest.split_at_checked([0, 1, 2, 4][usize::from(descriptor & 3)]).ok_or(damaged)?;
     if dictionary.iter().any(|&byte| byte != 0) {
         return Err("a dictionary");
     }
-    let number = |bytes: usize| rest.get(..bytes).map(|bytes| bytes.iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte)));
-    let found = match (descriptor >> 6, single_segment) {
+    let size_bytes = match (descriptor >> 6, single_segment) {
         (0, false) => return Err("no content size"),
-        (0, true) => number(1),
-        (1, _) => number(2).map(|n| n + 256),
-        (2, _) => number(4),
-        _ => number(8),
+        (log2, _) => 1 << log2,
     };
-    if found.ok_or(damaged)? == size { Ok(()) } else { Err("another content size") }
+    let (stored, rest) = rest.split_at_checked(size_bytes).ok_or(damaged)?;
+    let number = stored.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte));
+    // Two bytes store the size minus 256.
+    let found = if size_bytes == 2 { number + 256 } else { number };
+    if found == size { Ok(frame.len() - rest.len()) } else { Err("another content size") }
 }
 
 /// Expands a frame into a new buffer. The caller has bounded `size`.
@@ -102,7 +104,7 @@ mod tests {
         // The high 5 bits are an exponent above 2^10, the low 3 bits a number of eighths.
         for (window, allowed) in [(17 << 3, true), (17 << 3 | 1, false), (16 << 3 | 7, true), (18 << 3, false), (0, true)] {
             let outcome = check_header(&header_with_window(window, 5), 5, 27);
-            let expected = if allowed { Ok(()) } else { Err("a window beyond the limit") };
+            let expected = if allowed { Ok(10) } else { Err("a window beyond the limit") };
             assert_eq!(outcome, expected, "{window:#x}");
         }
     }
@@ -195,9 +197,9 @@ mod tests {
                 _ => frame.push(byte),
             }
             let (mut by_library, mut by_rust) = (vec![0; content.len()], vec![0; content.len()]);
-            if check_header(&frame, content.len() as u64, 27).is_ok() {
-                let expanded = library::expand(&mut Default::default(), &frame, &mut by_library);
-                let also = ruzstd::expand(&mut Default::default(), &frame, &mut by_rust);
+            if let Ok(header_size) = check_header(&frame, content.len() as u64, 27) {
+                let expanded = library::expand(&mut Default::default(), &frame, header_size, &mut by_library);
+                let also = ruzstd::expand(&mut Default::default(), &frame, header_size, &mut by_rust);
                 prop_assert_eq!(expanded.is_ok_and(|size| size == content.len()), also.is_ok_and(|size| size == content.len()), "{:?} {:?}", expanded, also);
                 prop_assert!(expanded.is_err() || by_library == by_rust);
             }

@@ -68,7 +68,7 @@ impl Compressor {
     }
 }
 
-/// What the library keeps between frames: 95 kB.
+/// State that the library reuses for every frame: 95 kB.
 pub(super) struct Context(DCtx<'static>);
 
 impl Default for Context {
@@ -78,7 +78,7 @@ impl Default for Context {
 }
 
 /// Expands a frame with nothing after it. Returns the size of the content.
-pub(super) fn expand(context: &mut Context, frame: &[u8], out: &mut [u8]) -> Outcome<usize> {
+pub(super) fn expand(context: &mut Context, frame: &[u8], _header_size: usize, out: &mut [u8]) -> Outcome<usize> {
     match zstd_safe::find_frame_compressed_size(frame) {
         Ok(size) if size == frame.len() => context.0.decompress(out, frame).map_err(named),
         Ok(_) => Err("bytes after the frame"),

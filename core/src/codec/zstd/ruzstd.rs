@@ -25,10 +25,10 @@ impl Compressor {
     }
 }
 
-/// What the library keeps between frames: a window.
+/// State that the library reuses for every frame.
 pub(super) type Context = FrameDecoder;
 
-/// A frame, with another header.
+/// A header, and the blocks of a frame that had another one.
 struct Reheaded<'a>(&'a [u8], &'a [u8]);
 
 impl Read for Reheaded<'_> {
@@ -38,18 +38,16 @@ impl Read for Reheaded<'_> {
     }
 }
 
-/// Expands a frame with nothing after it, whose header has passed the checks of this module. Returns the size of the content. Takes
-/// memory for the content and a block, whatever the blocks expand to.
+/// Expands a frame with nothing after it, whose header is in order and has `header_size` bytes. Returns the size of the content.
+/// Takes memory for the content and a block, whatever the blocks expand to.
 ///
-/// The library gets a header without a window: it refuses windows that the format allows, and all content is kept anyway.
-pub(super) fn expand(decoder: &mut Context, frame: &[u8], out: &mut [u8]) -> Outcome<usize> {
-    let descriptor = frame.get(4).copied().ok_or(DAMAGED)?;
-    let single_segment = descriptor & 0x20 != 0;
-    let size_bytes = [usize::from(single_segment), 2, 4, 8][usize::from(descriptor >> 6)];
-    let dictionary = [0, 1, 2, 4][usize::from(descriptor & 3)];
-    let blocks = frame.get(5 + usize::from(!single_segment) + dictionary + size_bytes..).ok_or(DAMAGED)?;
+/// The library refuses windows that the format allows. So it gets a header without a window: the content is its own window.
+pub(super) fn expand(decoder: &mut Context, frame: &[u8], header_size: usize, out: &mut [u8]) -> Outcome<usize> {
+    let (Some((magic, [descriptor, ..])), Some(blocks)) = (frame.split_first_chunk::<4>(), frame.get(header_size..)) else {
+        return Err(DAMAGED);
+    };
     let mut header = [0; 13];
-    header[..4].copy_from_slice(&frame[..4]);
+    header[..4].copy_from_slice(magic);
     header[4] = 0xE0 | descriptor & 0x04; // 8 bytes of content size, a single segment, perhaps a checksum
     header[5..].copy_from_slice(&(out.len() as u64).to_le_bytes());
     let mut source = Reheaded(&header, blocks);
