@@ -231,7 +231,7 @@ pub fn repair_sums<B: AsRef<[u8]>>(index: &ValidatedIndex, blob: &mut [u8], base
             let lanes = &mut target[chunk_bytes(&tensor, chunk)];
             let base_sum = chunk_sum(lanes);
             let record = &index.records()[chunk as usize];
-            let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+            let encoded = Encoded::from(record);
             let mut target_sum = base_sum;
             if encoded.num_deltas > 0 {
                 let payload = &blob[record.blob_offset.get() as usize..][..record.compressed_size.get() as usize];

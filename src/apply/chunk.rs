@@ -26,8 +26,7 @@ pub(crate) trait Chunks: Sync {
 
     /// The fields of a chunk's record that the codec needs.
     fn encoded(&self, chunk: u32) -> Encoded {
-        let record = &self.index().records()[chunk as usize];
-        Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
+        Encoded::from(&self.index().records()[chunk as usize])
     }
 }
 

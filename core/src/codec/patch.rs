@@ -1,6 +1,7 @@
 //! Types that the decoders share.
 
 use crate::error::{Result, Rule};
+use crate::format::ChunkMetadata;
 use crate::lane::{Lane, Order, lanes_of_mut};
 use crate::sums::{ChunkSum, chunk_sum, lane_term};
 use zerocopy::IntoBytes;
@@ -57,6 +58,12 @@ pub struct Encoded {
     pub uncompressed_size: u32,
     /// Number of changed lanes.
     pub num_deltas: u32,
+}
+
+impl From<&ChunkMetadata> for Encoded {
+    fn from(record: &ChunkMetadata) -> Self {
+        Self { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() }
+    }
 }
 
 /// Callback that writes the base lanes of a chunk, at least up to a byte offset. A decoder calls it just before it needs the lanes,

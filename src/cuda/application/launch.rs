@@ -438,7 +438,7 @@ impl Launcher<'_> {
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);
             let digest = self.prepared.digest_on_host(staged.chunk);
             let payload = checked_payload(source, record, digest, staged.chunk, scratch).map_err(at)?;
-            let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+            let encoded = Encoded::from(record);
             let lanes = tensor.chunk_lanes(staged.chunk) as usize;
             let raw = transcoder.transcode(encoded, payload, lanes, 1 << tensor.device.lane_log2).map_err(at)?;
             out[..raw.len()].copy_from_slice(raw);
