@@ -75,8 +75,7 @@ pub fn check_payload<'a>(
 /// Turns the base lanes of a chunk into its target lanes, in place. Compares CRC, digest if the index stores it, padding, base sum and
 /// target sum. `tensor` is an entry of `index`, and `chunk` is one of its chunks.
 ///
-/// A codec can detect no fault of a payload that gives the right sum by chance. When all chunks of a tensor are decoded, compare its
-/// digest: [`Tensor::check_target`].
+/// A forged payload can have the right sum. [`Tensor::check_target`] finds it when all chunks of the tensor are decoded.
 ///
 /// # Errors
 /// - [`Error::InvalidArgument`] if `chunk` is not one of the tensor, or `lanes` has another size than the chunk.
@@ -112,9 +111,26 @@ pub fn decode_chunk(
     if record.num_deltas.get() == 0 {
         return Ok(()); // the index has equal sums for an unchanged chunk
     }
-    let encoded = Encoded { uncompressed_size: record.uncompressed_size.get(), num_deltas: record.num_deltas.get() };
+    let encoded = Encoded::from(record);
     let (codec, dtype, tables) = (tensor.codec, tensor.dtype, tensor.tables);
     let chunk = EncodedChunk { codec, dtype, tables, encoded, payload, base_sum };
     let sum = decoder.decode(&chunk, lanes, &mut |_, _| Ok(())).map_err(at)?;
     Rule::ChunkTargetSum.check(sum == target_sum, format_args!("{target_sum:016x}"), format_args!("{sum:016x}")).map_err(at)
+}
+
+/// Turns the base lanes of an entry into its target lanes, in place: [`decode_chunk`] for each chunk, then [`Tensor::check_target`].
+///
+/// # Errors
+/// - [`Error::InvalidArgument`] if `lanes` has another size than the entry.
+/// - The errors of [`decode_chunk`] and [`Tensor::check_target`]. `lanes` is then a mixture of base lanes and target lanes.
+pub fn decode_tensor(index: &ValidatedIndex, tensor: &Tensor<'_>, blob: &(impl Source + ?Sized), lanes: &mut [u8]) -> Result<()> {
+    if lanes.len() as u64 != tensor.bytes() {
+        return Err(Error::InvalidArgument(alloc::format!("{} bytes for a tensor of {}", lanes.len(), tensor.bytes())));
+    }
+    let mut decoder = ChunkDecoder::new();
+    let size = tensor.chunk_lanes as usize * tensor.lane_bytes();
+    for (chunk, lanes) in tensor.chunks().zip(lanes.chunks_mut(size)) {
+        decode_chunk(index, tensor, chunk, blob, &mut decoder, lanes)?;
+    }
+    tensor.check_target(lanes)
 }

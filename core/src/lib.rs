@@ -8,7 +8,7 @@
 //! | parse and validate an index | [`ValidatedIndex::parse`](index::ValidatedIndex::parse) |
 //! | read records and sums, in place | [`records`](index::ValidatedIndex::records), [`sums`](index::ValidatedIndex::sums) |
 //! | check that a blob belongs to an index | [`blob::check_header`] |
-//! | decode a chunk, with all checks | [`blob::decode_chunk`] |
+//! | decode a tensor or a chunk, with all checks | [`blob::decode_tensor`], [`blob::decode_chunk`] |
 //! | decode a payload alone | [`ChunkDecoder`](codec::ChunkDecoder) |
 //! | encode a chunk, with tables of your own | [`ChunkEncoder`](codec::ChunkEncoder) |
 //! | build a pair from payloads of your own | [`PairBuilder`](writer::PairBuilder), with feature `std` |
@@ -17,7 +17,6 @@
 //!
 //! ```
 //! use tpde_core::blob;
-//! use tpde_core::codec::ChunkDecoder;
 //! use tpde_core::error::{Error, Result};
 //! use tpde_core::format::BaseKind;
 //! use tpde_core::index::ValidatedIndex;
@@ -33,12 +32,7 @@
 //!         BaseKind::Same if base.len() as u64 == tensor.bytes() && tensor.part.is_none() => base.to_vec(),
 //!         _ => return Err(Error::InvalidArgument("a part, or a base of another form or size".into())),
 //!     };
-//!     let mut decoder = ChunkDecoder::new();
-//!     let size = tensor.chunk_lanes as usize * tensor.lane_bytes();
-//!     for (chunk, lanes) in tensor.chunks().zip(lanes.chunks_mut(size)) {
-//!         blob::decode_chunk(&index, &tensor, chunk, &blob, &mut decoder, lanes)?;
-//!     }
-//!     tensor.check_target(&lanes)?;
+//!     blob::decode_tensor(&index, &tensor, &blob, &mut lanes)?;
 //!     Ok(lanes)
 //! }
 //! # use tpde_core::{codec::*, digest, format::*, lane::Dtype, sums::chunk_sum, writer::*};

@@ -1,7 +1,6 @@
 //! A decoder for WebAssembly: index, blob and base tensor in memory, and out comes the target tensor. `decode.mjs` calls it.
 
 use tpde_core::blob;
-use tpde_core::codec::ChunkDecoder;
 use tpde_core::error::{Error, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::index::ValidatedIndex;
@@ -49,11 +48,6 @@ fn tensor(index: &[u8], blob: &[u8], name: &str, base: &[u8]) -> Result<Vec<u8>>
         BaseKind::Same if tensor.part.is_none() && base.len() as u64 == tensor.bytes() => base.to_vec(),
         _ => return Err(Error::InvalidArgument("this example decodes whole tensors with an equal base or without one".into())),
     };
-    let mut decoder = ChunkDecoder::new();
-    let size = tensor.chunk_lanes as usize * tensor.lane_bytes();
-    for (chunk, lanes) in tensor.chunks().zip(lanes.chunks_mut(size)) {
-        blob::decode_chunk(&index, &tensor, chunk, &blob, &mut decoder, lanes)?;
-    }
-    tensor.check_target(&lanes)?;
+    blob::decode_tensor(&index, &tensor, &blob, &mut lanes)?;
     Ok(lanes)
 }
