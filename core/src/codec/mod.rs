@@ -6,6 +6,7 @@
 
 #![deny(unsafe_code)]
 
+#[doc(hidden)]
 pub mod conditioned;
 mod difference;
 #[cfg(fuzzing)]
@@ -16,6 +17,7 @@ mod patch;
 mod raw;
 #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "instructions that are only used where they were detected"))]
 mod simd;
+#[doc(hidden)]
 pub mod zstd;
 
 use self::conditioned::ConditionedChunk;
