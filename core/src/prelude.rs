@@ -1,4 +1,4 @@
-//! What `std` has in scope and `core` has not.
+//! Names of the standard prelude that `core` lacks.
 
 pub use alloc::{
     borrow::ToOwned,

@@ -227,7 +227,7 @@ impl Runs {
     }
 
     /// Length of a run in bytes.
-    #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
+    #[expect(clippy::len_without_is_empty, reason = "no caller needs is_empty")]
     pub fn len(&self) -> u64 {
         self.run
     }
