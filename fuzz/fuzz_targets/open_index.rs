@@ -63,10 +63,7 @@ fn check(index: &ValidatedIndex) {
         assert_eq!(tensor.lanes, tensor.dtype.lanes(tensor.shape).expect("a shape that fits"));
         assert!(tensor.bytes() < 1 << 60 && tensor.base_bytes() < 1 << 60);
         assert_eq!(tensor.base_shape().is_none(), tensor.base_kind == BaseKind::None);
-        assert!(
-            tensor.tables
-                .is_none_or(|tables| tensor.codec == Codec::Conditioned && index.table_sets().contains(tables))
-        );
+        assert!(tensor.tables.is_none_or(|tables| tensor.codec == Codec::Conditioned && index.table_sets().contains(tables)));
 
         assert_eq!(tensor.chunks().start, next_chunk);
         let mut next_lane = 0;

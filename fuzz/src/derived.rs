@@ -2,8 +2,8 @@
 
 use crate::base_lanes;
 use arbitrary::Arbitrary;
-use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
 use tpde::{Dtype, TensorInfo};
+use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
 
 /// What the base of a tensor is made of.
 #[derive(Arbitrary, Debug, Clone, Copy)]

@@ -16,11 +16,11 @@ pub use sign::*;
 use arbitrary::Unstructured;
 use std::cell::RefCell;
 use std::sync::{LazyLock, OnceLock};
+use tpde::{Codec, Dtype, Limits, Result, Rule, TensorInfo, ValidatedIndex};
 use tpde_core::codec::fuzzing::model::{self, Shape};
 use tpde_core::codec::fuzzing::{self, Decoders};
 use tpde_core::codec::{ChunkDecoder, Encoded, EncodedChunk, TableSet};
 use tpde_core::sums::chunk_sum;
-use tpde::{Codec, Dtype, Limits, Result, Rule, TensorInfo, ValidatedIndex};
 
 /// Small limits, so that no input is slow.
 pub const LIMITS: Limits = Limits::DEFAULT.index_size(1 << 16).section_size(1 << 16);

@@ -4,10 +4,12 @@ use crate::parts::{ChunkPart, Parts, TensorPart};
 use crate::seeds::SEEDS;
 use crate::{MOST_BYTES, count_changed, frame, repair_blob_header, repair_digests, tables};
 use arbitrary::{Arbitrary, Unstructured};
+use tpde::{Codec, Layout};
 use tpde_core::codec::fuzzing::model::{self, Shape};
 use tpde_core::codec::{ChunkEncoder, Coding};
-use tpde_core::format::{FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, PART_FIRST, PART_FURTHER, PART_WHOLE, VERSION_MINOR};
-use tpde::{Codec, Layout};
+use tpde_core::format::{
+    FEATURE_DIGESTS, FEATURE_PARTS, FEATURE_PAYLOAD_LIST, PART_FIRST, PART_FURTHER, PART_WHOLE, VERSION_MINOR,
+};
 
 /// Least number that [`Mutation::Part`] never sets. Tensors of the seeds have smaller dims.
 const MOST_DIM: u64 = 128;
