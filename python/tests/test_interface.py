@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def parameters(function: Any, kind: Any) -> list[str]:
     return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind is kind]
 
 
+def options_of(function: Any) -> list[str]:
+    """The options of encoding that a function takes."""
+    kinds = [re.fullmatch(r"Unpack\[(\w+)\]", str(one.annotation)) for one in inspect.signature(function).parameters.values()]
+    return [name for kind in kinds if kind for name in getattr(tpde._options, kind[1]).__annotations__]
+
+
 def test_there_are_at_most_ninety_public_names() -> None:
     names = [f"{module.__name__}.{name}" for module in MODULES for name in module.__all__]
     assert len(names) == len(set(names)) <= 90
@@ -114,6 +121,27 @@ def test_data_comes_first_then_the_path_and_options_are_keywords() -> None:
         assert options == sorted(options, key=OPTIONS.index), name
         signature = inspect.signature(function).parameters
         assert not any(isinstance(signature[one].default, bool) for one in POSITIONAL[function]), name
+
+
+def test_an_option_that_a_function_does_not_have_is_named(tmp_path: Path) -> None:
+    store = tpde.store.init(tmp_path / "store")
+    calls = {
+        tpde.encode: ("a", "b"),
+        tpde.fold: (["a"], "b"),
+        tpde.revert: (["a"], "b"),
+        tpde.torch.save_file: ({}, "a"),
+        tpde.numpy.save_file: ({}, "a"),
+        tpde.store.Store.put: (store, "a"),
+        tpde.store.Store.fold: (store, "a", "b"),
+        tpde.store.Store.prune: (store,),
+        tpde.dcp.StorageWriter: (store,),
+    }
+    for function, arguments in calls.items():
+        further = {"keep_every": 1} if function is tpde.store.Store.prune else {}
+        for wrong in {"codek", "codec", *options_of(tpde.encode)} - {*options_of(function)}:
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}': expected one of .*codec"):
+                function(*arguments, **{wrong: None}, **further)
+    assert {one for one in public().values() if options_of(one)} <= {*calls}
 
 
 def test_save_file_and_load_file_are_called_as_those_of_safetensors(tmp_path: Path) -> None:

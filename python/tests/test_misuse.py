@@ -21,7 +21,7 @@ np = pytest.importorskip("numpy")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402 (needs torch)
 from groups import Hub, Rank  # noqa: E402
-from test_interface import public  # noqa: E402
+from test_interface import options_of, public  # noqa: E402
 
 import tpde.dcp  # noqa: E402
 import tpde.nn  # noqa: E402
@@ -273,16 +273,15 @@ OF_TENSORS = ("tensors", "base", "checkpoint", "parameters", "slices", "source",
 
 def check(function: Callable[..., Any], right: Callable[[], dict[str, Any]], folder: Path, where: str) -> list[str]:
     found = []
-    names = [
-        one for one in inspect.signature(function).parameters.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-    ]
-    for parameter in names:
-        if parameter.name in ("self", "_made", "progress"):
+    parameters = inspect.signature(function).parameters.values()
+    names = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    for name in (*names, *options_of(function)):
+        if name in ("self", "_made", "progress"):
             continue
-        for value in (*odd_values(folder), *(odd_states() if parameter.name in OF_TENSORS else ())):
-            problem = raw_error(lambda p=parameter, v=value: function(**{**right(), p.name: v}))
+        for value in (*odd_values(folder), *(odd_states() if name in OF_TENSORS else ())):
+            problem = raw_error(lambda n=name, v=value: function(**{**right(), n: v}))
             if problem is not None:
-                found.append(f"{where}({parameter.name}={value!r:.60}): {problem:.160}")
+                found.append(f"{where}({name}={value!r:.60}): {problem:.160}")
     return found
 
 

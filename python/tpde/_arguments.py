@@ -74,3 +74,14 @@ def check_needed(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None:
             raise InvalidArgument(f"{name} is None: expected {_KINDS[name][1]}")
+
+
+def check_name(name: Any) -> str:
+    """The name of a tensor, which is Unicode text."""
+    if not isinstance(name, str):
+        raise InvalidArgument(f"a tensor is named {name!r}, which is of type {type(name).__name__}: a name is a string")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"a tensor is named {name!r}, which is not Unicode text: {error.reason}") from error
+    return name

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _tpde
 from ._arguments import check_kinds
 from ._errors import InvalidArgument
-from ._paths import Digest, EncodeReport, StrPath, options, pair_names, path_of, path_or_none, report
+from ._options import FoldOptions, checked
+from ._paths import Digest, EncodeReport, StrPath, pair_names, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def fold(
@@ -18,18 +22,11 @@ def fold(
     path: StrPath,
     *,
     base: StrPath | None = None,
-    codec: str | None = None,
-    favor: str | None = None,
-    chunk_lanes: int | None = None,
-    layout: str | None = None,
-    format: str | None = None,
-    payload_digests: bool = False,
-    derived: bool = True,
-    split: str | None = None,
     replace: bool = False,
     expect: Digest | None = None,
     device: str | None = None,
     progress: Progress = None,
+    **options: Unpack[FoldOptions],
 ) -> EncodeReport:
     """Make the pair ``path`` of a chain of pairs: it leads from ``base`` to the target of the last one.
 
@@ -41,7 +38,7 @@ def fold(
         pairs: The pairs, in the order in which they are applied: their names, or either file of each. A single one is encoded anew.
         path: Name of the new pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: The checkpoint that the first pair was made from; ``None`` if it needs none.
-        codec, favor, chunk_lanes, layout, format, payload_digests, derived, split, replace, progress: As for :func:`encode`.
+        replace, progress, options: As for :func:`encode`.
         expect: The pair digest of the last pair, as for :func:`apply`.
         device: A CUDA device, ``"cuda"`` or ``"cuda:1"``, that applies the pairs and encodes; by default the CPU does. It takes
             codec ``device`` (its default), ``conditioned`` or ``raw``, and memory of its own, not of PyTorch's allocator, for base
@@ -55,9 +52,9 @@ def fold(
         Invalid, BadCheckpoint, SystemRefused: As their names say. Nothing is written then.
     """
     check_kinds(device=device)
-    if device not in (None, "cpu") and codec is None and layout is None:
-        codec = "device"
-    how = options(locals())
+    how = checked(FoldOptions, options)
+    if device not in (None, "cpu") and how["codec"] is None and how["layout"] is None:
+        how["codec"] = "device"
     return _write("fold", pairs, path, base, how, expect, progress, replace=replace, device=_device(device))
 
 
@@ -66,24 +63,16 @@ def revert(
     path: StrPath,
     *,
     base: StrPath | None = None,
-    codec: str | None = None,
-    favor: str | None = None,
-    chunk_lanes: int | None = None,
-    layout: str | None = None,
-    format: str | None = None,
-    payload_digests: bool = False,
-    derived: bool = True,
-    split: str | None = None,
     replace: bool = False,
     expect: Digest | None = None,
     progress: Progress = None,
+    **options: Unpack[FoldOptions],
 ) -> EncodeReport:
     """Make the pair ``path`` that leads back: from the target of a pair, or of the last of several, to ``base``.
 
     Otherwise like :func:`fold`, with its arguments and exceptions. The new pair rebuilds the tensors of ``base`` and its files.
     """
-    how = options(locals())
-    return _write("revert", pairs, path, base, how, expect, progress, replace=replace)
+    return _write("revert", pairs, path, base, checked(FoldOptions, options), expect, progress, replace=replace)
 
 
 def _write(

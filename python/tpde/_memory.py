@@ -12,10 +12,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ._arguments import check_name
 from . import _tpde
 from ._errors import InvalidArgument, TpdeError
 from ._numpy_memory import describe_array
-from ._paths import check_name
 from ._tensor import Memories, Memory
 
 

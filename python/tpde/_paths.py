@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from . import _tpde
 from ._arguments import check_kinds
 from ._errors import InvalidArgument, make_error
+from ._options import EncodeOptions, checked
 from ._progress import Progress, progress_callback
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 #: A pair digest: 64 hexadecimal digits, or 32 bytes.
@@ -224,60 +228,14 @@ def report(kind: type[T], text: str) -> T:
     return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})  # type: ignore[arg-type]
 
 
-#: Options of encoding, and what they are where a function does not take them.
-_OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(["codec", "layout", "chunk_lanes", "favor", "format", "split", "renamed"]),
-    "payload_digests": False,
-    "derived": True,
-}
-
-
-def options(arguments: Mapping[str, Any], **fixed: Any) -> dict[str, Any]:
-    """Encoding options for the Rust half.
-
-    Args:
-        arguments: The arguments of a public function, as ``locals()`` has them.
-        fixed: Options that the function sets itself.
-    """
-    how = {name: fixed.get(name, arguments.get(name, default)) for name, default in _OPTIONS.items()}
-    check_kinds(**{name: how[name] for name in ("payload_digests", "derived", "renamed")})
-    for name in ("codec", "layout", "favor", "format", "split"):
-        if how[name] is not None and not isinstance(how[name], str):
-            raise InvalidArgument(f"no {'format version' if name == 'format' else name} is named {how[name]!r}")
-    lanes, renamed = how["chunk_lanes"], how["renamed"]
-    if lanes is not None and (not isinstance(lanes, int) or not 0 <= lanes < 1 << 64):
-        raise InvalidArgument(f"chunks of {lanes!r} lanes: expected a power of two of at least 4096")
-    how |= {"payload_digests": bool(how["payload_digests"]), "derived": bool(how["derived"])}
-    return {**how, "renamed": {check_name(name): check_name(base) for name, base in (renamed or {}).items()}}
-
-
-def check_name(name: Any) -> str:
-    """The name of a tensor, which is Unicode text."""
-    if not isinstance(name, str):
-        raise InvalidArgument(f"a tensor is named {name!r}, which is of type {type(name).__name__}: a name is a string")
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"a tensor is named {name!r}, which is not Unicode text: {error.reason}") from error
-    return name
-
-
 def encode(
     target: StrPath,
     path: StrPath,
     *,
     base: StrPath | None = None,
-    codec: str | None = None,
-    favor: str | None = None,
-    chunk_lanes: int | None = None,
-    layout: str | None = None,
-    renamed: Mapping[str, str] | None = None,
-    format: str | None = None,
-    payload_digests: bool = False,
-    derived: bool = True,
-    split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
+    **options: Unpack[EncodeOptions],
 ) -> EncodeReport:
     """Write the difference of the checkpoint ``target`` from ``base`` as the pair ``path``.
 
@@ -285,6 +243,9 @@ def encode(
         target: The checkpoint that the pair rebuilds: a ``.safetensors`` file or a folder of shards.
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: The checkpoint that ``target`` is compared with; ``None`` for a pair that needs no base.
+        replace: Whether an existing pair is replaced.
+        progress: ``True`` shows a tqdm bar. An existing tqdm bar is updated. A callable is called with bytes done and bytes in
+            total.
         codec: How payloads are coded. ``None`` means ``"auto"``:
 
             - ``"auto"``: Store or send. Each tensor takes its smallest codec.
@@ -309,9 +270,6 @@ def encode(
         split: Rules that cut tensors into parts, so that the ranks of a distributed job read their own: ``"PATTERN=DIM:N"`` cuts a
             dimension as ``torch.chunk`` does, ``"PRESET:N"`` cuts as tensor parallelism does for ``llama``, ``qwen``, ``mistral``,
             ``gemma``, ``mixtral`` or ``deepseek``. Rules are separated by commas.
-        replace: Whether an existing pair is replaced.
-        progress: ``True`` shows a tqdm bar. An existing tqdm bar is updated. A callable is called with bytes done and bytes in
-            total.
 
     Raises:
         SystemRefused (already_exists): The pair exists and ``replace`` is false.
@@ -321,7 +279,7 @@ def encode(
     """
     target, base = path_of(target), path_or_none(base)
     path = new_pair_of(path, target, is_with_base=base is not None)
-    how = options(locals())
+    how = checked(EncodeOptions, options)
     with progress_callback(progress, "encode") as callback:
         return report(EncodeReport, _tpde.encode(target, path, base=base, options=how, replace=replace, progress=callback))
 

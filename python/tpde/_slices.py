@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._arguments import check_name
 from ._dtypes import is_packed
 from ._entry import Entry
 from ._errors import InvalidArgument
 from ._index import rectangle
 from ._memory import describe, device_of, strides_of
-from ._paths import check_name
 from ._tensor import SliceMemory, pitch_and_size
 
 

@@ -30,7 +30,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import storage as _storage
@@ -61,11 +61,15 @@ from ._errors import InvalidArgument, StoreError, make_error
 from ._memory import check_writable, describe
 from ._merge import merge
 from ._model import memory_range
-from ._paths import StrPath, options, path_or_none
+from ._options import ShardOptions, checked
+from ._paths import StrPath, path_or_none
 from ._scratch import scratch
 from ._slices import Slice, describe_saved, describe_slices
 from ._torch_memory import dtype_of, has_name
 from .store import Store, Version, have_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["StorageReader", "StorageWriter"]
 
@@ -132,7 +136,7 @@ class StorageWriter(_WithId, _storage.StorageWriter):
         branch: The branch. It is created if it does not exist. A ``checkpoint_id`` of ``dcp.save`` is kept with the version, which
             :class:`StorageReader` finds by it.
         metadata: The caller's own values, kept with the next version.
-        codec, favor, chunk_lanes, derived: As for :func:`tpde.encode`.
+        options: ``codec``, ``favor``, ``chunk_lanes`` and ``derived``, as for :func:`tpde.encode`.
 
     ``dcp.save`` raises a ``CheckpointException`` with the errors of the ranks. If another writer has stored a version first, it has
     a :class:`tpde.StoreError`, ``"conflict"``, and nothing was stored.
@@ -144,10 +148,7 @@ class StorageWriter(_WithId, _storage.StorageWriter):
         *,
         branch: str = "main",
         metadata: Mapping[str, str] | None = None,
-        codec: str | None = None,
-        favor: str | None = None,
-        chunk_lanes: int | None = None,
-        derived: bool = True,
+        **options: Unpack[ShardOptions],
     ) -> None:
         super().__init__()
         check_needed(store=store)
@@ -155,7 +156,7 @@ class StorageWriter(_WithId, _storage.StorageWriter):
         self.store, self.branch, self.metadata = store, branch, metadata
         #: The version that was saved last, on the coordinator.
         self.version: Version | None = None
-        self._options = options(locals(), payload_digests=True)
+        self._options = checked(ShardOptions, options, payload_digests=True)
         self._work: tempfile.TemporaryDirectory[str] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _state
-from ._paths import Digest, EncodeReport, StrPath, options
+from ._options import EncodeOptions, checked
+from ._paths import Digest, EncodeReport, StrPath
 from ._progress import Progress
 from ._slices import Slice
 from ._state import Mode, Outcome
 
 if TYPE_CHECKING:
     import numpy
+    from typing_extensions import Unpack
 
 __all__ = ["apply_", "apply_slices_", "load_file", "save_file"]
 
@@ -50,24 +52,15 @@ def save_file(
     path: StrPath,
     *,
     base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | Iterable[Slice] | None = None,
-    codec: str | None = None,
-    favor: str | None = None,
-    chunk_lanes: int | None = None,
-    layout: str | None = None,
-    renamed: Mapping[str, str] | None = None,
-    format: str | None = None,
-    payload_digests: bool = False,
-    derived: bool = True,
-    split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
+    **options: Unpack[EncodeOptions],
 ) -> EncodeReport:
     """Write the difference of the arrays ``tensors`` from ``base`` as the pair ``path``. As :func:`tpde.torch.save_file`.
 
     A BF16 tensor is an array of ml_dtypes, or one that was read with ``as_integers``. Other arrays of ``uint16`` are tensors of U16.
     """
-    how = options(locals())
-    return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
+    return _state.save(tensors, path, base=base, options=checked(EncodeOptions, options), replace=replace, progress=progress)
 
 
 def apply_(

@@ -26,8 +26,9 @@ from ._arguments import check_kinds, check_needed
 from ._errors import InvalidArgument
 from ._memory import describe_all
 from ._open import allocator_of
+from ._options import CodecOptions, PutOptions, checked
 from ._parts import rectangles
-from ._paths import StrPath, is_path, matching_names, options, path_of, path_or_none, report
+from ._paths import StrPath, is_path, matching_names, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
 from ._state import saved_of
 from ._tied import fitting, groups, rank_of
@@ -35,6 +36,7 @@ from ._versions import GcReport, PruneReport, RebuiltVersion, Usage, Version, Ve
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
 if not hasattr(_tpde, "Store"):
     raise ImportError("tpde was built without its feature `store`")
@@ -112,14 +114,8 @@ class Store:
         external: str | None = None,
         have: Mapping[str, StrPath] | None = None,
         metadata: Mapping[str, str] | None = None,
-        codec: str | None = None,
-        favor: str | None = None,
-        chunk_lanes: int | None = None,
-        layout: str | None = None,
-        renamed: Mapping[str, str] | None = None,
-        derived: bool = True,
-        split: str | None = None,
         progress: Progress = None,
+        **options: Unpack[PutOptions],
     ) -> Version:
         """Store a checkpoint as the next version of a branch. It is uploaded while it is encoded.
 
@@ -134,7 +130,7 @@ class Store:
                 stored, and readers pass the checkpoint in ``have``.
             have: Checkpoints that are here, by version, so that they need not be read from the store.
             metadata: The caller's own values.
-            codec, favor, chunk_lanes, layout, renamed, derived, split, progress: As for :func:`tpde.encode`.
+            progress, options: As for :func:`tpde.encode`.
 
         Raises:
             StoreError (conflict): Another writer has stored the version first. Nothing was overwritten: put again, on top of it.
@@ -145,7 +141,7 @@ class Store:
         if whole and external is not None:
             raise InvalidArgument("whole and external exclude each other")
         arguments = _put_arguments(branch, parent, have, metadata, whole=whole, external=external)
-        how = options(locals(), payload_digests=True)
+        how = checked(PutOptions, options, payload_digests=True)
         source = path_of(checkpoint) if is_path(checkpoint) else describe_all(self._tensors(checkpoint, arguments, how))  # type: ignore[arg-type]
         with progress_callback(progress, "put") as callback:
             text = self._store.put(source, arguments=arguments, options=how, progress=callback)
@@ -348,9 +344,8 @@ class Store:
         end: str,
         *,
         have: Mapping[str, StrPath] | None = None,
-        codec: str | None = None,
-        favor: str | None = None,
         progress: Progress = None,
+        **options: Unpack[CodecOptions],
     ) -> int:
         """Store a shortcut: one pair that leads from version ``start`` to version ``end``, which derives from it. Readers that have
         ``start``, or whose way leads through it, read this pair instead of those in between. No checkpoint is written. Returns the
@@ -360,7 +355,7 @@ class Store:
             InvalidArgument: ``end`` does not derive from ``start``, or has the same tensors.
             StoreError (no_version, pruned, external, too_slow): As their codes say.
         """
-        how = options(locals(), payload_digests=True)
+        how = checked(CodecOptions, options, payload_digests=True)
         names = _text(start, "version"), _text(end, "version")
         with progress_callback(progress, "fold") as callback:
             return self._store.fold(*names, have=have_of(have), options=how, progress=callback)
@@ -371,8 +366,7 @@ class Store:
         *,
         keep_every: int,
         have: Mapping[str, StrPath] | None = None,
-        codec: str | None = None,
-        favor: str | None = None,
+        **options: Unpack[CodecOptions],
     ) -> PruneReport:
         """Keep those versions of a branch whose number is a multiple of ``keep_every``, the newest, the anchors, and those where another
         branch, or a shortcut into one, begins. The others cannot be named from now on. First, shortcuts are made that skip them.
@@ -383,7 +377,7 @@ class Store:
             StoreError (no_version, external, too_slow): As their codes say. All versions that were not pruned can still be read.
         """
         check_needed(keep_every=keep_every)
-        how = options(locals(), payload_digests=True)
+        how = checked(CodecOptions, options, payload_digests=True)
         text = self._store.prune(_text(branch, "branch"), keep_every, have=have_of(have), options=how)
         return report(PruneReport, text)
 

@@ -28,7 +28,8 @@ from ._encoder import Encoder
 from ._encoding import Encoding
 from ._entry import Entry
 from ._open import Reader
-from ._paths import Digest, EncodeReport, StrPath, options
+from ._options import EncodeOptions, checked
+from ._paths import Digest, EncodeReport, StrPath
 from ._progress import Progress
 from ._slices import Slice
 from ._state import Mode, Outcome
@@ -36,6 +37,7 @@ from ._torch_memory import INTEGERS, dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
 __all__ = [
     "CheckpointWeightPatch",
@@ -95,17 +97,9 @@ def save_file(
     path: StrPath,
     *,
     base: Base | Iterable[Slice] = None,
-    codec: str | None = None,
-    favor: str | None = None,
-    chunk_lanes: int | None = None,
-    layout: str | None = None,
-    renamed: Mapping[str, str] | None = None,
-    format: str | None = None,
-    payload_digests: bool = False,
-    derived: bool = True,
-    split: str | None = None,
     replace: bool = False,
     progress: Progress = None,
+    **options: Unpack[EncodeOptions],
 ) -> EncodeReport:
     """Write the difference of ``tensors`` from ``base`` as the pair ``path``.
 
@@ -127,8 +121,8 @@ def save_file(
         path: Name of the pair: ``path.tpde-index`` and ``path.tpde-blob`` are written.
         base: Path of a checkpoint, a state dict, a module, or the slices of the base that the rank holds; ``None`` for a pair that
             needs no base.
-        codec: As for :func:`tpde.encode`. On a CUDA device ``"conditioned"``, which is the default there, ``"device"`` or ``"raw"``.
-        favor, chunk_lanes, layout, renamed, format, payload_digests, derived, split, replace, progress: As for :func:`tpde.encode`.
+        replace, progress, options: As for :func:`tpde.encode`. On a CUDA device ``codec`` is ``"conditioned"``, which is the default
+            there, ``"device"`` or ``"raw"``.
 
     Raises:
         InvalidArgument: A tensor that cannot be read, a name that is not a string, or an option that a device lacks.
@@ -137,8 +131,7 @@ def save_file(
             fails.
         SystemRefused, BadCheckpoint: As their names say. Nothing is written then.
     """
-    how = options(locals())
-    return _state.save(tensors, path, base=base, options=how, replace=replace, progress=progress)
+    return _state.save(tensors, path, base=base, options=checked(EncodeOptions, options), replace=replace, progress=progress)
 
 
 def apply_(
