@@ -52,7 +52,7 @@
 //! No feature is enabled by default.
 //!
 //! - `cuda`: module `cuda`. The driver is loaded at run time; building needs no toolkit.
-//! - `mmap`: `MappedSource`, and large pages for large buffers on Linux.
+//! - `mmap`: `Pair::open_mapped` and `MappedSource`, and large pages for large buffers on Linux.
 //! - `arbitrary`: the trait `Arbitrary` for the records of the format, for fuzzing.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]

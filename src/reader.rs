@@ -2,6 +2,8 @@
 
 use crate::publish;
 use crate::source::FileSource;
+#[cfg(feature = "mmap")]
+use crate::source::MappedSource;
 use crate::watch::Watch;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -92,23 +94,27 @@ impl Pair<FileSource> {
     /// The errors of [`Pair::open`]; [`Error::UnexpectedPair`] if the index has another pair digest than expected; any error of
     /// `watch`.
     pub fn open_with(path: impl AsRef<Path>, options: &OpenOptions, watch: &dyn Watch) -> Result<Self> {
-        let path = path.as_ref();
-        check_pair_name(path)?;
-        let paths = PairPaths::new(path);
-        let open = || Self::open_once(&paths, options);
-        match open() {
-            // The pair may be between the two renames of a publication. Wait for the end of the publication and try again.
-            Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
-                publish::between_publications(&paths.index, watch, open)
-            }
-            outcome => outcome,
-        }
+        Self::open_by(path.as_ref(), options, watch, |blob| FileSource::open(blob))
     }
+}
 
-    fn open_once(paths: &PairPaths, options: &OpenOptions) -> Result<Self> {
-        let index = read_index(&FileSource::open(&paths.index)?, options)?;
-        let pair = Self::new(index, FileSource::open(&paths.blob)?)?;
-        Ok(Self { paths: Some(paths.clone()), ..pair })
+#[cfg(feature = "mmap")]
+impl Pair<MappedSource> {
+    /// Like [`Pair::open_with`], but maps the blob: payloads are decoded where the system caches the file, without a copy. The index
+    /// is read, because a validated index must not change.
+    ///
+    /// Cost: as [`Pair::open`], and a page fault for each page that is first used.
+    ///
+    /// # Safety
+    /// No process may change or shorten the blob while the pair exists. A change is undefined behaviour: a payload could differ
+    /// between its check and its decoding. If the blob is shortened, or a page of it cannot be read, an access ends the process with
+    /// SIGBUS. Replacing the blob by a rename, as this library does, is allowed: the mapping keeps the old file.
+    ///
+    /// # Errors
+    /// The errors of [`Pair::open_with`]; [`Error::Io`] if the blob cannot be mapped.
+    pub unsafe fn open_mapped(path: impl AsRef<Path>, options: &OpenOptions, watch: &dyn Watch) -> Result<Self> {
+        // SAFETY: the caller promises that the blob stays as it is while the pair, and with it the mapping, exists.
+        Self::open_by(path.as_ref(), options, watch, |blob| unsafe { MappedSource::open(blob) })
     }
 }
 
@@ -126,6 +132,24 @@ impl TryFrom<Finished<Vec<u8>>> for Pair<Vec<u8>> {
 }
 
 impl<B: Source> Pair<B> {
+    /// Opens the files of a pair: reads the index, and opens the blob with `blob`.
+    fn open_by(path: &Path, options: &OpenOptions, watch: &dyn Watch, blob: impl Fn(&Path) -> Result<B>) -> Result<Self> {
+        check_pair_name(path)?;
+        let paths = PairPaths::new(path);
+        let open = || {
+            let index = read_index(&FileSource::open(&paths.index)?, options)?;
+            let pair = Self::new(index, blob(&paths.blob)?)?;
+            Ok(Self { paths: Some(paths.clone()), ..pair })
+        };
+        match open() {
+            // The pair may be between the two renames of a publication. Wait for the end of the publication and try again.
+            Err(Error::Invalid(e)) if matches!(e.rule, Rule::BlobPairDigest | Rule::BlobBlobSize) => {
+                publish::between_publications(&paths.index, watch, open)
+            }
+            outcome => outcome,
+        }
+    }
+
     /// Combines a validated index with its blob, which may be in memory, in a file or mapped.
     ///
     /// # Errors

@@ -262,8 +262,11 @@ impl Source for FileSource {
     }
 }
 
-/// A mapped file. Faster than [`FileSource`] for scattered reads of cached files. If another process truncates the file while it is
-/// mapped, this process ends with SIGBUS, so use it only for files that nothing else writes.
+/// A mapped file: its bytes are borrowed where the system caches them, instead of copied. If another process shortens the file while
+/// it is mapped, this process ends with SIGBUS, so use it only for files that nothing else writes.
+///
+/// [`Source::in_memory`] is `None`: the promise of [`MappedSource::open`] is not enforced, so what must not change between two reads
+/// is copied or compared again.
 #[cfg(feature = "mmap")]
 #[derive(Debug)]
 pub struct MappedSource(memmap2::Mmap);
@@ -336,6 +339,22 @@ mod tests {
         File::options().write(true).open(&path).unwrap().set_len(1 << 42).unwrap();
         let error = FileSource::open(&path).unwrap().read_all("size", 1 << 30).unwrap_err();
         assert!(matches!(error, Error::Limit { .. }), "{error}");
+    }
+
+    #[cfg(feature = "mmap")]
+    #[test]
+    fn a_mapped_file_is_borrowed_and_may_still_change() {
+        for content in [&b""[..], b"12345"] {
+            let (_folder, path) = file(content);
+            // SAFETY: only this test has the file, and it is unchanged while it is mapped.
+            let source = unsafe { MappedSource::open(&path).unwrap() };
+            let mut scratch = Vec::new();
+            assert_eq!(source.bytes(0, content.len(), &mut scratch).unwrap(), content);
+            assert!(scratch.is_empty() && source.size() == content.len() as u64);
+            assert!(matches!(source.read(0, &mut [0; 6]), Err(Error::InvalidArgument(_))));
+            // Else payloads would not be kept or compared between the passes of `InPlace::AllChecked`.
+            assert!(source.in_memory().is_none());
+        }
     }
 
     #[test]

@@ -29,7 +29,7 @@ pub trait Source: Sync {
     }
 
     /// All bytes, if they are in memory that cannot change while the source is borrowed. A caller that reads such bytes twice need
-    /// not copy them.
+    /// not copy them. `None` for a mapped file, which another process can change.
     fn in_memory(&self) -> Option<&[u8]> {
         None
     }

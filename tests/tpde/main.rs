@@ -15,6 +15,8 @@ mod files;
 mod floats;
 mod hints;
 mod layouts;
+#[cfg(feature = "mmap")]
+mod mapped;
 mod merge;
 mod merge_parts;
 mod models;
