@@ -2,7 +2,9 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{ChainArgs, glob, last_of, matchers};
+use super::inputs::{ChainArgs, OpenedChain, glob, last_of, matchers, read_pair};
+#[cfg(feature = "mmap")]
+use super::inputs::{MapArgs, map_pair};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -12,7 +14,7 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use tpde::{BaseKind, Error, PayloadDigests, Result};
+use tpde::{BaseKind, Error, PayloadDigests, Result, Source};
 
 /// Rebuild the target from a base and a pair, or a chain of pairs
 ///
@@ -36,6 +38,9 @@ pub struct Apply {
     /// Write only tensors whose names match, into one safetensors file; may be repeated
     #[arg(long, value_name = "GLOB", value_parser = glob)]
     pub tensor: Vec<Glob>,
+    #[cfg(feature = "mmap")]
+    #[command(flatten)]
+    pub map: MapArgs,
     #[command(flatten)]
     pub device: DeviceArgs,
 }
@@ -68,7 +73,14 @@ impl Apply {
     }
 
     fn apply(&self, common: &Common) -> Result<Report> {
-        let opened = self.chain.open()?;
+        #[cfg(feature = "mmap")]
+        if self.map.mmap {
+            return self.rebuild(&self.chain.open(map_pair)?, common);
+        }
+        self.rebuild(&self.chain.open(read_pair)?, common)
+    }
+
+    fn rebuild<B: Source>(&self, opened: &OpenedChain<B>, common: &Common) -> Result<Report> {
         let (pair, chain) = last_of(opened.base(), &opened.pairs)?;
         let globs = matchers(&self.tensor, pair.index())?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));

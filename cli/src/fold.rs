@@ -3,7 +3,7 @@
 use super::common::Common;
 use super::device::{DeviceName, open_cuda};
 use super::encode::{PairArgs, Report, Written};
-use super::inputs::{ChainArgs, OpenedChain, jobs};
+use super::inputs::{ChainArgs, OpenedChain, jobs, read_pair};
 use super::text;
 use anyhow::Context;
 use clap::Args;
@@ -48,7 +48,7 @@ impl Fold {
     }
 
     fn fold(&self, common: &Common) -> Result<Report> {
-        let opened = self.chain.open()?;
+        let opened = self.chain.open(read_pair)?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
         let written = match self.device {
             DeviceName::Cpu => self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", common)?,
@@ -93,7 +93,7 @@ impl Revert {
     }
 
     fn revert(&self, common: &Common) -> Result<Report> {
-        let opened = self.chain.open()?;
+        let opened = self.chain.open(read_pair)?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
         let written = self.made.write(Encode::revert(&chain).options(self.made.options()), "revert", common)?;
         Ok(Report::new(written, true))

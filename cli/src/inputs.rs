@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tpde::{
     Chain, Checkpoint, Codec, CodecChoice, EncodeOptions, Error, Escaped, Favor, FileSource, Layout, MemoryCheckpoint, OpenOptions,
-    Pair, Rectangle, Result, SafetensorsCheckpoint, Tensor, UnknownName, ValidatedIndex,
+    Pair, Rectangle, Result, SafetensorsCheckpoint, Source, Tensor, UnknownName, ValidatedIndex,
 };
 
 /// Coding of payloads.
@@ -86,20 +86,50 @@ pub struct ExpectArgs {
 impl ExpectArgs {
     /// Opens pairs that are applied one after the other. The last one must have the digest. If the bytes of one of several pairs
     /// are at fault, the error names it.
-    pub fn open_chain<'a>(&self, paths: impl IntoIterator<Item = &'a Path>) -> Result<Vec<Pair<FileSource>>> {
+    pub fn open_chain<'a, B>(&self, paths: impl IntoIterator<Item = &'a Path>, open: OpenPair<B>) -> Result<Vec<Pair<B>>> {
         let paths: Vec<_> = paths.into_iter().collect();
         let Some((last, earlier)) = paths.split_last() else { return Ok(Vec::new()) };
         let count = paths.len();
-        let last = self.open(last).map_err(|error| error.in_step(count, count, last))?;
-        let earlier = earlier.iter().zip(1..).map(|(path, n)| Pair::open(path).map_err(|error| error.in_step(n, count, path)));
+        let last = open(last, &self.options()).map_err(|error| error.in_step(count, count, last))?;
+        let any = OpenOptions::default();
+        let earlier = earlier.iter().zip(1..).map(|(path, n)| open(path, &any).map_err(|error| error.in_step(n, count, path)));
         earlier.chain([Ok(last)]).collect()
     }
 
     /// Opens the pair at `path`.
     pub fn open(&self, path: &Path) -> Result<Pair<FileSource>> {
-        let options = self.expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest));
-        Pair::open_with(path, &options, &|_| {})
+        read_pair(path, &self.options())
     }
+
+    fn options(&self) -> OpenOptions {
+        self.expect.map_or_else(OpenOptions::default, |digest| OpenOptions::default().expect(digest))
+    }
+}
+
+/// Opens a pair.
+pub type OpenPair<B> = fn(&Path, &OpenOptions) -> Result<Pair<B>>;
+
+/// Opens a pair whose blob is read.
+pub fn read_pair(path: &Path, options: &OpenOptions) -> Result<Pair<FileSource>> {
+    Pair::open_with(path, options, &|_| {})
+}
+
+/// Opens a pair whose blob is mapped.
+#[cfg(feature = "mmap")]
+#[expect(unsafe_code)]
+pub fn map_pair(path: &Path, options: &OpenOptions) -> Result<Pair<tpde::MappedSource>> {
+    // SAFETY: only `--mmap` leads here, and who passes it promises that the blob stays as it is, as its help states.
+    unsafe { Pair::open_mapped(path, options, &|_| {}) }
+}
+
+/// Selects how blobs are read.
+#[cfg(feature = "mmap")]
+#[derive(Args)]
+pub struct MapArgs {
+    /// Map the blobs of pairs instead of reading them: faster where payloads are large and cached. Nothing may change a blob
+    /// meanwhile: if one is cut short, a signal (SIGBUS) ends tpde
+    #[arg(long)]
+    pub mmap: bool,
 }
 
 /// A base and pairs that are applied one after the other.
@@ -119,15 +149,15 @@ pub struct ChainArgs {
 }
 
 /// The opened operands of a verb that takes a base and pairs.
-pub struct OpenedChain {
-    pub pairs: Vec<Pair<FileSource>>,
+pub struct OpenedChain<B = FileSource> {
+    pub pairs: Vec<Pair<B>>,
     base: Option<SafetensorsCheckpoint>,
 }
 
 /// A base without tensors.
 pub static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
 
-impl OpenedChain {
+impl<B> OpenedChain<B> {
     /// The base; without tensors if the first pair needs none.
     pub fn base(&self) -> &dyn Checkpoint {
         self.base.as_ref().map_or(&EMPTY, |base| base)
@@ -142,10 +172,7 @@ impl OpenedChain {
 }
 
 /// The last pair and its base, after checking that the pairs fit. The base of one pair is checked when the pair is applied.
-pub fn last_of<'a>(
-    base: &'a dyn Checkpoint,
-    pairs: &'a [Pair<FileSource>],
-) -> Result<(&'a Pair<FileSource>, Chain<'a, FileSource>)> {
+pub fn last_of<'a, B: Source>(base: &'a dyn Checkpoint, pairs: &'a [Pair<B>]) -> Result<(&'a Pair<B>, Chain<'a, B>)> {
     let last = pairs.last().ok_or_else(|| Error::InvalidArgument("no pair is given".into()))?;
     let chain = if pairs.len() > 1 { Chain::new(base, pairs)?.without_last() } else { Chain::new(base, [])? };
     Ok((last, chain))
@@ -167,12 +194,12 @@ impl ChainArgs {
     }
 
     /// Opens the pairs, then the base. `--expect` is about the last pair.
-    pub fn open(&self) -> Result<OpenedChain> {
+    pub fn open<B>(&self, pair: OpenPair<B>) -> Result<OpenedChain<B>> {
         let (base, pairs) = match self.no_base {
             true => (None, std::iter::once(&self.first).chain(&self.rest).collect::<Vec<_>>()),
             false => (Some(&self.first), self.rest.iter().collect()),
         };
-        let pairs = self.expect.open_chain(pairs.into_iter().map(PathBuf::as_path))?;
+        let pairs = self.expect.open_chain(pairs.into_iter().map(PathBuf::as_path), pair)?;
         Ok(OpenedChain { pairs, base: base.map(|base| open(base)).transpose()? })
     }
 }

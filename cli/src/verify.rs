@@ -2,14 +2,16 @@
 
 use super::common::Common;
 use super::device::DeviceArgs;
-use super::inputs::{EMPTY, ExpectArgs, last_of, open};
+use super::inputs::{EMPTY, ExpectArgs, OpenPair, last_of, open, read_pair};
+#[cfg(feature = "mmap")]
+use super::inputs::{MapArgs, map_pair};
 use super::text::{self, BAD, GOOD, JsonPath};
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use tpde::{Authenticity, BaseKind, Checkpoint, Error, PayloadDigests, Result, Verification, VerifyReport};
+use tpde::{Authenticity, BaseKind, Checkpoint, Error, PayloadDigests, Result, Source, Verification, VerifyReport};
 
 /// Check a pair, and whether it fits a base or a target
 ///
@@ -37,6 +39,9 @@ pub struct Verify {
     pub target: Option<PathBuf>,
     #[command(flatten)]
     pub expect: ExpectArgs,
+    #[cfg(feature = "mmap")]
+    #[command(flatten)]
+    pub map: MapArgs,
     #[command(flatten)]
     pub device: DeviceArgs,
 }
@@ -64,7 +69,15 @@ impl Verify {
     }
 
     fn verify(&self, common: &Common) -> Result<Report> {
-        let pairs = self.expect.open_chain(self.pairs.iter().map(PathBuf::as_path))?;
+        #[cfg(feature = "mmap")]
+        if self.map.mmap {
+            return self.check(map_pair, common);
+        }
+        self.check(read_pair, common)
+    }
+
+    fn check<B: Source>(&self, open_pair: OpenPair<B>, common: &Common) -> Result<Report> {
+        let pairs = self.expect.open_chain(self.pairs.iter().map(PathBuf::as_path), open_pair)?;
         if pairs.len() > 1 && self.base.is_none() && !self.no_base {
             return Err(Error::InvalidArgument("several pairs are verified as a chain, which needs --base or --no-base".into()));
         }

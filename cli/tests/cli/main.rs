@@ -10,6 +10,8 @@ mod documents;
 mod explain;
 mod html;
 mod inputs;
+#[cfg(feature = "mmap")]
+mod mapped;
 mod merge;
 mod outputs;
 mod printing;
