@@ -278,6 +278,7 @@ def main():
         save("mutated_pair", f"seed_{i}", struct.pack("<HB", i, 0))
         save("open_index", f"seed_{i}", b"\xff" + struct.pack("<HB", i, 0))
     (SEEDS / "conditioned_paths").symlink_to("decode_conditioned")
+    (SEEDS / "mapped_pair").symlink_to("apply_pair")
     for i, pattern in enumerate([bytes(40), bytes(range(160)), b"\xa5\x01\x7f" * 80]):
         save("roundtrip", f"pattern_{i}", pattern)
         save("merge_pairs", f"pattern_{i}", pattern)

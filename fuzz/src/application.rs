@@ -3,7 +3,7 @@
 use crate::memory::within;
 use crate::{LIMITS, MOST_BYTES, base_tensors, part_bytes, repair_sums};
 use tpde::{
-    Apply, BaseKind, Checkpoint, Error, Explain, InPlace, MemoryCheckpoint, Pair, Result, Tensor, TensorInfo, TensorMut,
+    Apply, BaseKind, Checkpoint, Error, Explain, InPlace, MemoryCheckpoint, Pair, Result, Source, Tensor, TensorInfo, TensorMut,
     ValidatedIndex,
 };
 
@@ -41,7 +41,7 @@ pub fn open(index: Vec<u8>, mut blob: Vec<u8>, sums: bool) -> Option<Pair<Vec<u8
 
 /// Applies the pair out of place, by ranges, and in both modes in place, with and without digests, and asserts that all ways agree.
 /// A pair that verifies with its base can be applied and gives a target with the pair's digests.
-pub fn check(pair: &Pair<Vec<u8>>) {
+pub fn check<B: Source>(pair: &Pair<B>) {
     let bases = base_tensors(pair.index());
     let base = MemoryCheckpoint::new(bases).expect("tensors as long as their shapes say");
     let writable = within(OPENING, || Apply::new(pair).check_writable());
@@ -84,7 +84,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
     assert!(explained.is_ok() || by_sums.is_err());
     if let Ok(explained) = &explained {
         assert_eq!(explained.index.total(), pair.index().size());
-        assert_eq!(explained.blob_header + explained.payloads.total(), pair.blob().len() as u64);
+        assert_eq!(explained.blob_header + explained.payloads.total(), pair.blob().size());
     }
     if pair.index().tensor_bytes().1 <= COMPARED {
         let compared = Explain::new(pair).base(&base).run();
@@ -114,7 +114,7 @@ pub fn check(pair: &Pair<Vec<u8>>) {
 }
 
 /// Rebuilds the whole tensor of a part, if the pair has all of it, and asserts that the part has these bytes.
-fn check_part(apply: &Apply<'_, Vec<u8>>, part: &Tensor<'_>, bytes: &[u8]) {
+fn check_part<B: Source>(apply: &Apply<'_, B>, part: &Tensor<'_>, bytes: &[u8]) {
     let whole = TensorInfo { name: part.name.to_owned(), dtype: part.dtype, shape: part.whole_shape().to_vec() };
     if whole.bytes() > MOST_BYTES {
         return;
@@ -139,7 +139,7 @@ fn slices(buffers: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
 }
 
 /// The base lanes of each tensor. `None` if a tensor cannot be changed in place, or if its base does not fit.
-fn tensors_in_place(pair: &Pair<Vec<u8>>, base: &MemoryCheckpoint<'_>) -> Option<Vec<Vec<u8>>> {
+fn tensors_in_place<B: Source>(pair: &Pair<B>, base: &MemoryCheckpoint<'_>) -> Option<Vec<Vec<u8>>> {
     let tensors = pair.index().tensors().map(|tensor| match tensor.base_kind {
         BaseKind::None => Some(vec![0x5A; tensor.bytes() as usize]),
         BaseKind::Same => {
