@@ -2,6 +2,7 @@
 
 use crate::common::place::*;
 use crate::common::root;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use tpde::{Codec, CodecChoice, Favor};
@@ -203,6 +204,31 @@ fn help_completions_and_manual_pages_are_there() {
     assert_eq!(others.len(), 1 + verbs.len());
     assert!(["put.1", "branch-create.1"].iter().all(|page| of_store.contains(&format!("tpde-store-{page}"))), "{of_store:?}");
     assert!(fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().contains("rename"));
+}
+
+/// A new verb or option takes the place of another. The limits are raised only with a reason.
+#[test]
+fn the_program_stays_small() {
+    let place = Place::new();
+    // Aliases are in the line of their verb. clap adds `help`.
+    let verbs = |line: &str| {
+        let help = place.ok(line).out;
+        let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+        let names =
+            lines.filter_map(|line| line.strip_prefix("  ")?.split(' ').next()).filter(|name| !matches!(*name, "" | "help"));
+        names.map(String::from).collect::<BTreeSet<_>>()
+    };
+    let all = verbs("--help");
+    assert!(all.contains("encode") && all.len() <= 13, "{all:?}");
+    if all.contains("store") {
+        let of_store = verbs("store --help");
+        assert!(of_store.contains("put") && of_store.len() <= 12, "{of_store:?}");
+    }
+
+    let help = place.ok("encode -h").out;
+    let words = help.lines().filter_map(|line| line.trim_start().strip_prefix('-').map(|_| line.split_whitespace().take(2)));
+    let options: BTreeSet<_> = words.flatten().filter(|word| word.starts_with("--")).collect();
+    assert!(options.contains("--output") && options.contains("--codec") && options.len() <= 26, "{options:?}");
 }
 
 #[test]
