@@ -118,7 +118,7 @@ pub fn read_pair(path: &Path, options: &OpenOptions) -> Result<Pair<FileSource>>
 #[cfg(feature = "mmap")]
 #[expect(unsafe_code)]
 pub fn map_pair(path: &Path, options: &OpenOptions) -> Result<Pair<tpde::MappedSource>> {
-    // SAFETY: only `--mmap` leads here, and who passes it promises that the blob stays as it is, as its help states.
+    // SAFETY: only `--mmap` leads here. Its help states the condition, and who passes it promises that the blob stays as it is.
     unsafe { Pair::open_mapped(path, options, &|_| {}) }
 }
 
@@ -126,8 +126,8 @@ pub fn map_pair(path: &Path, options: &OpenOptions) -> Result<Pair<tpde::MappedS
 #[cfg(feature = "mmap")]
 #[derive(Args)]
 pub struct MapArgs {
-    /// Map the blobs of pairs instead of reading them: faster where payloads are large and cached. Nothing may change a blob
-    /// meanwhile: if one is cut short, a signal (SIGBUS) ends tpde
+    /// Map the blobs of pairs instead of reading them, which is faster if they are cached and only checked, not decoded. Nothing
+    /// may change a blob meanwhile: if one is cut short, a signal (SIGBUS) ends tpde
     #[arg(long)]
     pub mmap: bool,
 }
