@@ -52,6 +52,7 @@
 //! No feature is enabled by default.
 //!
 //! - `cuda`: module `cuda`. The driver is loaded at run time; building needs no toolkit.
+//! - `nvcomp`: module `cuda`, and nvCOMP for payloads of codec `zstd` of trusted pairs. It is loaded at run time.
 //! - `mmap`: `Pair::open_mapped` and `MappedSource`, and large pages for large buffers on Linux.
 //! - `arbitrary`: the trait `Arbitrary` for the records of the format, for fuzzing.
 

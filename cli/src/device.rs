@@ -13,6 +13,7 @@ pub struct DeviceArgs {
     /// Trust the author of the pair, and let nvCOMP expand payloads of codec zstd on the device
     ///
     /// A malicious payload can then take over the process. The system's loader must find libnvcomp.so.6.
+    #[cfg(feature = "nvcomp")]
     #[arg(long)]
     pub trust: bool,
 }
@@ -40,6 +41,7 @@ impl FromStr for DeviceName {
 impl DeviceArgs {
     /// Refuses options that only a device supports.
     pub fn check(&self) -> Result<()> {
+        #[cfg(feature = "nvcomp")]
         if self.trust && self.device == DeviceName::Cpu {
             return Err(Error::InvalidArgument("--trust requires a CUDA device: add --device cuda".into()));
         }
@@ -61,7 +63,7 @@ impl DeviceArgs {
         self.check()?;
         match self.device {
             DeviceName::Cpu => Ok(None),
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "nvcomp")]
             DeviceName::Cuda(ordinal) if self.trust => {
                 let (device, nvcomp) = (open_cuda(ordinal)?, tpde::cuda::Nvcomp::load()?);
                 Ok(Some(Box::new(tpde::cuda::NvcompDevice { device, nvcomp })))

@@ -96,6 +96,7 @@ pub(super) const STATUS_OK: u32 = 0;
 pub(super) const STATUS_NOT_RUN: u32 = u32::MAX;
 
 /// Threads per block of the kernels in `zstd/frames.cu`.
+#[cfg(feature = "nvcomp")]
 pub(super) const FRAMES_THREADS: u32 = 256;
 
 /// Threads per block of `tpde_digests`.

@@ -3,6 +3,7 @@
 use super::application::Application;
 use super::hashes::Hashes;
 use super::index::{DeviceIndex, PayloadDigestSource};
+#[cfg(feature = "nvcomp")]
 use super::nvcomp::Nvcomp;
 use super::plan::ApplyPlan;
 use super::plan::binding::Binding;
@@ -34,6 +35,7 @@ impl Accelerator for Device {
 }
 
 /// A device with nvCOMP. nvCOMP expands payloads of codec `zstd`. The writer of the pair must be trusted, see [`Nvcomp`].
+#[cfg(feature = "nvcomp")]
 #[derive(Debug)]
 pub struct NvcompDevice {
     /// The device.
@@ -42,6 +44,7 @@ pub struct NvcompDevice {
     pub nvcomp: Nvcomp,
 }
 
+#[cfg(feature = "nvcomp")]
 impl Accelerator for NvcompDevice {
     fn rebuild(&self, work: &Work<'_>, done: &mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<PayloadDigests> {
         let index = DeviceIndex::upload(&self.device, work.index)?.trust(&self.nvcomp)?;

@@ -2,12 +2,15 @@
 
 use super::abi::{self, DeviceTensor, NO_TABLES};
 use super::derived::DerivedOnDevice;
+#[cfg(feature = "nvcomp")]
 use super::nvcomp::{Nvcomp, Trusted};
 use super::runtime::device::Device;
 use super::runtime::kernels::{Decoder, Variant};
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use super::runtime::staging::SLOT_BYTES;
+#[cfg(not(feature = "nvcomp"))]
+use std::convert::Infallible as Trusted;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use tpde_core::codec::{Codec, TableSet};
@@ -210,6 +213,7 @@ impl DeviceIndex {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses.
+    #[cfg(feature = "nvcomp")]
     pub fn trust(&self, nvcomp: &Nvcomp) -> Result<Self> {
         let kernels = self.device().inner.kernels.frames(&self.device().inner.context)?;
         let trusted = Some(Trusted { nvcomp: nvcomp.clone(), kernels });

@@ -52,6 +52,7 @@ mod derived;
 mod encode;
 mod hashes;
 mod index;
+#[cfg(feature = "nvcomp")]
 mod nvcomp;
 mod plan;
 mod rebuild;
@@ -61,6 +62,7 @@ mod slices;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "nvcomp")]
 pub use accelerator::NvcompDevice;
 pub use application::Application;
 pub use application::outcome::{BadChunk, Captured, Pending};
@@ -69,6 +71,7 @@ pub use checkpoint::DeviceCheckpoint;
 pub use encode::{Encode, Encoder, Encoding};
 pub use hashes::Hashes;
 pub use index::DeviceIndex;
+#[cfg(feature = "nvcomp")]
 pub use nvcomp::Nvcomp;
 pub use plan::ApplyPlan;
 pub use plan::binding::Binding;

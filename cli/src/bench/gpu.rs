@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tpde::cuda::{
     self, Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Encoder, FirstCall, Hashes, Mode,
-    Nvcomp, Payloads, Stream,
+    Payloads, Stream,
 };
 use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, FormatVersion, InPlace, Pair, ValidatedIndex};
 
@@ -82,7 +82,8 @@ pub struct Settings {
     /// Whether matrices are also rebuilt in memory with gaps between their rows.
     pub gaps: bool,
     /// Set if nvCOMP may expand frames; otherwise only the CPU does.
-    pub nvcomp: Option<Nvcomp>,
+    #[cfg(feature = "nvcomp")]
+    pub nvcomp: Option<tpde::cuda::Nvcomp>,
 }
 
 /// The base and the output in device memory, and the target, with which results are compared.
@@ -297,6 +298,7 @@ impl Bed<'_> {
         let host = Payloads::Host(pair.blob());
         let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
+        #[cfg(feature = "nvcomp")]
         let trusted = match self.settings.nvcomp.as_ref().filter(|_| has_zstd) {
             Some(nvcomp) => Some(index.trust(nvcomp)?), // this process made the pair, so it is trusted
             None => None,
@@ -344,6 +346,7 @@ impl Bed<'_> {
                 let what = format!("{name}, one thread");
                 one_thread.install(|| measure(&what, &index, "host memory", &host, WALL, Compared::PAYLOADS))?;
             }
+            #[cfg(feature = "nvcomp")]
             if let Some(trusted) = &trusted {
                 for (from, payloads, clock) in on_device_or_pinned {
                     measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock, Compared::PAYLOADS)?;

@@ -251,8 +251,13 @@ impl Bench {
     #[cfg(feature = "cuda")]
     fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<Report> {
         let (base, target) = self.open()?;
-        let nvcomp = self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?;
-        let settings = gpu::Settings { runs: self.runs, slice_bytes: self.slice_bytes, gaps: self.gaps, nvcomp };
+        let settings = gpu::Settings {
+            runs: self.runs,
+            slice_bytes: self.slice_bytes,
+            gaps: self.gaps,
+            #[cfg(feature = "nvcomp")]
+            nvcomp: self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?,
+        };
         gpu::bench(&device, &base, &target, &self.options(), settings).map(Report::Gpu)
     }
 

@@ -1,8 +1,11 @@
 //! Applications: prepared once, then launched on a caller's stream any number of times.
 
 mod digests;
+#[cfg(feature = "nvcomp")]
 mod frames;
 mod launch;
+#[cfg(not(feature = "nvcomp"))]
+mod no_frames;
 pub(super) mod outcome;
 mod prepared;
 mod targets;

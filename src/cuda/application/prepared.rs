@@ -1,7 +1,10 @@
 //! The memory of an application, and state shared by its launches.
 
 use super::digests::DeviceDigests;
+#[cfg(feature = "nvcomp")]
 use super::frames::Frames;
+#[cfg(not(feature = "nvcomp"))]
+use super::no_frames::Frames;
 use super::targets::DeviceTargets;
 use crate::apply::InPlace;
 use crate::cuda::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorForm, TensorRows};

@@ -6,24 +6,31 @@ use crate::cuda::abi;
 use std::sync::{Mutex, PoisonError};
 use tpde_core::error::Result;
 
-/// All kernels. Kernels that only some pairs need are compiled at their first use.
+/// All kernels.
 #[derive(Debug)]
 pub(in crate::cuda) struct Kernels {
     raw: Kernel,
     conditioned: Kernel,
     /// `tpde_layout`, which reports struct layouts for a test.
     pub layout: Kernel,
+    lazy: Lazy,
+    modules: Mutex<Vec<Module>>,
+}
+
+/// Kernels that only some pairs need. They are compiled at their first use.
+#[derive(Debug, Default)]
+struct Lazy {
     without_base: Mutex<Option<Kernel>>,
     /// In the order of [`Decoder`].
     strided: [Mutex<Option<Kernel>>; 3],
     /// For derived bases: `Raw` and `Conditioned`.
     derived: [Mutex<Option<Kernel>>; 2],
+    #[cfg(feature = "nvcomp")]
     frames: Mutex<Option<FrameKernels>>,
     digests: Mutex<Option<Kernel>>,
     hash: Mutex<Option<Kernel>>,
     encoder: Mutex<Option<EncodeKernels>>,
     form: Mutex<Option<Kernel>>,
-    modules: Mutex<Vec<Module>>,
 }
 
 /// A decoding kernel.
@@ -50,6 +57,7 @@ impl Variant {
 }
 
 /// `tpde_frames_check` and `tpde_frames_expand`.
+#[cfg(feature = "nvcomp")]
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct FrameKernels {
     pub check: Kernel,
@@ -82,9 +90,7 @@ impl Kernels {
         let shared = abi::CONDITIONED_SHARED + abi::CONDITIONED_TABLES_MAX;
         let conditioned = load(ptx::CONDITIONED, "tpde_conditioned", abi::CONDITIONED_THREADS, shared)?;
         let layout = load(ptx::LAYOUT, "tpde_layout", 1, 0)?;
-        let (without_base, strided, derived, frames, digests, hash, encoder, form) = Default::default();
-        let modules = Mutex::new(modules);
-        Ok(Self { raw, conditioned, layout, without_base, strided, derived, frames, digests, hash, encoder, form, modules })
+        Ok(Self { raw, conditioned, layout, lazy: Lazy::default(), modules: Mutex::new(modules) })
     }
 
     /// Returns a decoding kernel. A derived base has all lanes, so it needs no kernel for chunks without a base.
@@ -105,17 +111,18 @@ impl Kernels {
             (Decoder::WithoutBase, _) => (ptx::WITHOUT_BASE, "tpde_without_base"),
         };
         let cell = match (variant, decoder) {
-            (Variant::Strided, _) => &self.strided[decoder as usize],
-            (Variant::Derived, Decoder::Raw) => &self.derived[0],
-            (Variant::Derived, Decoder::Conditioned) => &self.derived[1],
-            _ => &self.without_base,
+            (Variant::Strided, _) => &self.lazy.strided[decoder as usize],
+            (Variant::Derived, Decoder::Raw) => &self.lazy.derived[0],
+            (Variant::Derived, Decoder::Conditioned) => &self.lazy.derived[1],
+            _ => &self.lazy.without_base,
         };
         load_once(cell, context, |cx| self.load_more(cx, ptx, name, threads, shared))
     }
 
     /// Returns the kernels before and after nvCOMP.
+    #[cfg(feature = "nvcomp")]
     pub fn frames(&self, context: &Context) -> Result<FrameKernels> {
-        load_once(&self.frames, context, |cx| {
+        load_once(&self.lazy.frames, context, |cx| {
             let load = |name| self.load_more(cx, ptx::FRAMES, name, abi::FRAMES_THREADS, 0);
             Ok(FrameKernels { check: load("tpde_frames_check")?, expand: load("tpde_frames_expand")? })
         })
@@ -123,22 +130,22 @@ impl Kernels {
 
     /// Returns the kernel for payload digests.
     pub fn digests(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.digests, context, |cx| self.load_more(cx, ptx::DIGESTS, "tpde_digests", abi::DIGESTS_THREADS, 0))
+        load_once(&self.lazy.digests, context, |cx| self.load_more(cx, ptx::DIGESTS, "tpde_digests", abi::DIGESTS_THREADS, 0))
     }
 
     /// Returns the kernel for hashes of memory.
     pub fn hash(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.hash, context, |cx| self.load_more(cx, ptx::HASH, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
+        load_once(&self.lazy.hash, context, |cx| self.load_more(cx, ptx::HASH, "tpde_hash", abi::HASH_THREADS, abi::HASH_SHARED))
     }
 
     /// Returns the kernel that forms base lanes for an encoder.
     pub fn form(&self, context: &Context) -> Result<Kernel> {
-        load_once(&self.form, context, |cx| self.load_more(cx, ptx::ENCODE_FORM, "tpde_encode_form", abi::FORM_THREADS, 0))
+        load_once(&self.lazy.form, context, |cx| self.load_more(cx, ptx::ENCODE_FORM, "tpde_encode_form", abi::FORM_THREADS, 0))
     }
 
     /// Returns the kernels of an encoder.
     pub fn encoder(&self, context: &Context) -> Result<EncodeKernels> {
-        load_once(&self.encoder, context, |cx| {
+        load_once(&self.lazy.encoder, context, |cx| {
             let plan = self.keep(Module::load(cx, &ptx::ENCODE_PLAN.text()?)?);
             let write = self.keep(Module::load(cx, &ptx::ENCODE_WRITE.text()?)?);
             let load = |module: &Module, name| module.kernel(cx, name, abi::ENCODE_THREADS, 0);

@@ -28,6 +28,7 @@ pub(in crate::cuda) const WITHOUT_BASE_STRIDED: Ptx = Ptx { archive: DECODE, nam
 pub(in crate::cuda) const RAW_DERIVED: Ptx = Ptx { archive: DECODE, name: "raw_derived" };
 pub(in crate::cuda) const CONDITIONED_DERIVED: Ptx = Ptx { archive: DECODE, name: "conditioned_derived" };
 pub(in crate::cuda) const LAYOUT: Ptx = Ptx { archive: DECODE, name: "layout" };
+#[cfg(feature = "nvcomp")]
 pub(in crate::cuda) const FRAMES: Ptx = Ptx { archive: DIGEST, name: "frames" };
 pub(in crate::cuda) const DIGESTS: Ptx = Ptx { archive: DIGEST, name: "digests" };
 pub(in crate::cuda) const HASH: Ptx = Ptx { archive: DIGEST, name: "hash" };

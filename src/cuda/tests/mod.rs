@@ -18,6 +18,7 @@ mod encode_slices;
 mod encode_started;
 mod fold;
 mod fold_refused;
+#[cfg(feature = "nvcomp")]
 mod frames;
 mod generated;
 mod given;

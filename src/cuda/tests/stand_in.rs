@@ -22,6 +22,7 @@ pub fn is_early() -> bool {
 }
 
 /// Sets the decoder of the stand-in for nvCOMP.
+#[cfg(feature = "nvcomp")]
 pub fn expand_frames() {
     extern "C" fn expand(frame: *const u8, size: usize, content: *mut u8, room: usize) -> i64 {
         // SAFETY: the stand-in passes the frame and the memory for its content, which belong to this process.
