@@ -22,7 +22,7 @@ import torch
 import tpde
 import tpde.nn
 from tpde import _capture, _prefetch
-from tpde._entry import Entry
+from tpde._tensor import Entry
 
 Clock = dict[int, int]
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
 from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
-from tpde._entry import Entry  # noqa: E402
+from tpde._tensor import Entry  # noqa: E402
 from tpde._slices import describe_slices  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()

@@ -23,7 +23,7 @@ from test_recorder import Repacking, same  # noqa: E402
 
 import tpde.slices  # noqa: E402
 import tpde.sync  # noqa: E402
-from tpde import _prepared  # noqa: E402
+from tpde import _application  # noqa: E402
 
 
 class Small(loaders.Model):
@@ -112,7 +112,7 @@ def test_subscribers_follow_version_by_version(tmp_path: Path) -> None:
 def test_a_commit_leaves_digests_to_the_checks_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engine = Trainer(tmp_path), Engine(tmp_path, "one", 0, 1, version=0)
     trainer.publisher._bucket = 100
-    compared, opened = [], _prepared.open_pair
+    compared, opened = [], _application.open_pair
 
     class Spied:
         def __init__(self, *args: Any, **how: Any) -> None:
@@ -125,7 +125,7 @@ def test_a_commit_leaves_digests_to_the_checks_before_it(tmp_path: Path, monkeyp
             compared.append(digests)
             return self._pair.apply_slices_in_place(*args, digests=digests, **how)
 
-    monkeypatch.setattr(_prepared, "open_pair", Spied)
+    monkeypatch.setattr(_application, "open_pair", Spied)
     trainer.publish()
     assert engine.subscriber.stage() == [1] and compared == []
     lane = engine.model.parameters["qk"].view(torch.int16)

@@ -16,11 +16,10 @@ import torch
 
 from . import _torch_memory, _tpde
 from ._arguments import check_kinds
-from ._entry import Entry
 from ._errors import AlreadyApplied, DeviceError, InvalidArgument, OutOfMemory, make_error
 from ._paths import Digest, StrPath, digest_of, open_pair, path_of
 from ._progress import Progress, progress_callback
-from ._tensor import Memories, Memory, SliceMemory
+from ._tensor import Entry, Memories, Memory, SliceMemory
 from ._torch_memory import StateSnapshot, check_device
 
 #: Scratch memory in bytes for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB after
@@ -425,9 +424,17 @@ class DevicePair:
     ) -> Application:
         """Rebuilds tensors or slices from ``base``. Returns the application that ran."""
         applied, application = self._apply(outputs, base, "out_of_place", progress, meanwhile=meanwhile)
-        if not applied:
-            raise AlreadyApplied("already applied: the base is the target of this pair")
+        _require(applied=applied)
         return application
+
+    def _run_again(self, application: Application, progress: Progress, *, meanwhile: Callable[[], object] | None = None) -> bool:
+        """Runs a kept application, and keeps it. False if tensors in place already were the target."""
+        self._device.refuse_capture("applying a pair")
+        applied = application.run(self, progress, meanwhile=meanwhile)
+        self._kept[""] = application
+        if application.mode == "out_of_place":
+            _require(applied=applied)
+        return applied
 
     def _remember(
         self,
@@ -472,7 +479,6 @@ class DevicePair:
         if application.results is None or not _same(application.base, base):
             self._kept[""] = application
             return None
-        self._device.refuse_capture("applying a pair")
         empty = torch.empty
         try:
             tensors = {name: empty(dims, dtype=dtype, device=own, requires_grad=False) for name, dims, dtype in application.results}
@@ -480,8 +486,10 @@ class DevicePair:
             return None
         if not application.raw.move_to(list(map(torch.Tensor.data_ptr, tensors.values()))):
             return None
-        applied = application.run(self, progress)
-        self._kept[""] = application
-        if not applied:
-            raise AlreadyApplied("already applied: the base is the target of this pair")
+        self._run_again(application, progress)
         return tensors
+
+
+def _require(*, applied: bool) -> None:
+    if not applied:
+        raise AlreadyApplied("already applied: the base is the target of this pair")

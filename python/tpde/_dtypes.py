@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 #: Bits per element.
 BITS = {
     **dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"], 8),
@@ -51,10 +53,7 @@ def is_packed(dtype: str) -> bool:
 
 def size(dtype: str, shape: list[int]) -> int:
     """Size of a tensor in bytes."""
-    elements = 1
-    for dim in shape:
-        elements *= dim
-    return elements * BITS[dtype] // 8
+    return math.prod(shape) * BITS[dtype] // 8
 
 
 def byte_shape(dtype: str, shape: list[int]) -> list[int]:

@@ -289,91 +289,54 @@ class StoreError(TpdeError):
     grace: int | None = None
 
 
-_CODES: dict[type[TpdeError], tuple[str, ...]] = {
-    TpdeError: ("other", "internal"),
-    InvalidArgument: ("invalid_argument", "not_contiguous", "out_of_range", "not_mergeable"),
-    SystemRefused: ("io", "not_found", "already_exists", "changed"),
-    Invalid: ("invalid", "unexpected_pair", "limit"),
-    WrongBase: ("wrong_base", "repacked"),
-    AlreadyApplied: ("already_applied",),
-    Step: ("step",),
-    BadCheckpoint: ("bad_checkpoint", "not_writable"),
-    Poisoned: ("poisoned",),
-    NotHeld: ("not_held", "incomplete"),
-    NotRecorded: ("not_recorded",),
-    SyncError: ("not_acknowledged", "rank_failed", "disconnected", "unknown_version", "other_tensors"),
-    OutOfMemory: ("out_of_memory",),
-    DeviceError: ("device", "no_device", "no_library"),
-    StoreError: (
-        "conflict",
-        "too_slow",
-        "request",
-        "no_version",
-        "pruned",
-        "external",
-        "unreachable",
-        "manifest",
-        "damaged",
-        "not_a_store",
-        "already_a_store",
-    ),
+#: The codes of each class, with a second class of their errors.
+_CODES: dict[type[TpdeError], dict[str, type[Exception] | None]] = {
+    TpdeError: {"other": None, "internal": RuntimeError},
+    InvalidArgument: {"invalid_argument": None, "not_contiguous": None, "out_of_range": IndexError, "not_mergeable": None},
+    SystemRefused: {"io": None, "not_found": FileNotFoundError, "already_exists": FileExistsError, "changed": RuntimeError},
+    Invalid: {"invalid": None, "unexpected_pair": None, "limit": None},
+    WrongBase: {"wrong_base": None, "repacked": None},
+    AlreadyApplied: {"already_applied": None},
+    Step: {"step": None},
+    BadCheckpoint: {"bad_checkpoint": None, "not_writable": None},
+    Poisoned: {"poisoned": None},
+    NotHeld: {"not_held": None, "incomplete": None},
+    NotRecorded: {"not_recorded": None},
+    SyncError: {
+        **dict.fromkeys(["not_acknowledged", "rank_failed"]),
+        "disconnected": ConnectionError,
+        **dict.fromkeys(["unknown_version", "other_tensors"], InvalidArgument),
+    },
+    OutOfMemory: {"out_of_memory": None},
+    DeviceError: {"device": None, "no_device": None, "no_library": None},
+    StoreError: {
+        "conflict": RuntimeError,
+        "too_slow": TimeoutError,
+        "request": ConnectionError,
+        **dict.fromkeys(["no_version", "pruned", "external"], LookupError),
+        **dict.fromkeys(["unreachable", "manifest", "damaged"], ValueError),
+        "not_a_store": FileNotFoundError,
+        "already_a_store": FileExistsError,
+    },
 }
 _CLASSES = {code: root for root, codes in _CODES.items() for code in codes}
-#: A second class of errors of some codes.
-_ALSO: dict[str, type[Exception]] = {
-    "internal": RuntimeError,
-    "out_of_range": IndexError,
-    "not_found": FileNotFoundError,
-    "already_exists": FileExistsError,
-    "changed": RuntimeError,
-    "disconnected": ConnectionError,
-    "unknown_version": InvalidArgument,
-    "other_tensors": InvalidArgument,
-    "conflict": RuntimeError,
-    "too_slow": TimeoutError,
-    "request": ConnectionError,
-    "no_version": LookupError,
-    "pruned": LookupError,
-    "external": LookupError,
-    "unreachable": ValueError,
-    "manifest": ValueError,
-    "damaged": ValueError,
-    "not_a_store": FileNotFoundError,
-    "already_a_store": FileExistsError,
-}
+_ALSO = {code: also for codes in _CODES.values() for code, also in codes.items() if also is not None}
 
+#: Classes of release 0.2 that became codes, which are their names in small letters.
+_IN_SMALL_LETTERS = (
+    "AlreadyAStore AlreadyExists Changed Conflict Disconnected Incomplete Internal Limit NoVersion NotAStore NotAcknowledged "
+    "NotContiguous NotFound NotMergeable NotWritable OtherTensors OutOfRange Pruned RankFailed Repacked TooSlow UnexpectedPair "
+    "UnknownVersion Unreachable"
+).split()
 #: The code of each class of release 0.2 that became a code.
 _FORMER = {
-    "AlreadyAStore": "already_a_store",
-    "AlreadyExists": "already_exists",
     "BadManifest": "manifest",
-    "Changed": "changed",
-    "Conflict": "conflict",
     "DamagedObject": "damaged",
     "DeviceFailed": "device",
     "DeviceUnavailable": "no_device",
-    "Disconnected": "disconnected",
     "ExternalVersion": "external",
-    "Incomplete": "incomplete",
-    "Internal": "internal",
-    "Limit": "limit",
-    "NoVersion": "no_version",
-    "NotAStore": "not_a_store",
-    "NotAcknowledged": "not_acknowledged",
-    "NotContiguous": "not_contiguous",
-    "NotFound": "not_found",
-    "NotMergeable": "not_mergeable",
-    "NotWritable": "not_writable",
-    "OtherTensors": "other_tensors",
-    "OutOfRange": "out_of_range",
-    "Pruned": "pruned",
-    "RankFailed": "rank_failed",
-    "Repacked": "repacked",
     "RequestFailed": "request",
-    "TooSlow": "too_slow",
-    "UnexpectedPair": "unexpected_pair",
-    "UnknownVersion": "unknown_version",
-    "Unreachable": "unreachable",
+    **{name: "".join(f"_{one.lower()}" if one.isupper() else one for one in name)[1:] for name in _IN_SMALL_LETTERS},
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ._errors import InvalidArgument, make_error
+from ._paths import matching_names
 
 
 def complete(index: Any, rank: int) -> list[Any]:
@@ -77,3 +79,13 @@ def rectangle(name: str, index: Any, shape: list[int]) -> Rectangle:
         raise make_error(error.code, f"slice of tensor {name!r} of shape {shape}: {error}") from None
     origin, extent = [positions.start for positions, _ in wanted], [len(positions) for positions, _ in wanted]
     return Rectangle(origin, extent, [is_kept for _, is_kept in wanted])
+
+
+def rectangles_of(parts: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Origin and extent of the rectangles that each tensor has: an index as NumPy has it, or a list of several."""
+    found: dict[str, list[tuple[list[int], list[int]]]] = {}
+    for pattern, indices in parts.items():
+        for name in sorted(matching_names(shapes, [pattern])):
+            ones = [rectangle(name, index, shapes[name]) for index in (indices if isinstance(indices, list) else [indices])]
+            found.setdefault(name, []).extend((one.origin, one.extent) for one in ones)
+    return found

@@ -15,7 +15,6 @@ from ._model import memory_range
 from ._recorder import Recording
 from ._slices import Slice
 from ._strides import NotRectangles, Placed, Region, Regions, rectangles, with_rows
-from ._torch_memory import INTEGERS
 
 
 class Layout(NamedTuple):
@@ -199,9 +198,3 @@ def without_copies(slices: list[Slice]) -> tuple[list[Slice], list[tuple[Slice, 
         else:
             first[key] = one
     return list(first.values()), copies
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have the same bits."""
-    integers = INTEGERS[one.element_size()]
-    return torch.equal(one.view(integers), other.view(integers))

@@ -10,13 +10,13 @@ from typing import Any
 from . import _tpde
 from ._arguments import check_kinds
 from ._errors import InvalidArgument
-from ._parts import rectangles
-from ._paths import Digest, StrPath, digest_of, inspect, is_path, matching, path_of, report
+from ._index import rectangles_of
+from ._paths import Digest, StoredBytes, StrPath, digest_of, inspect, is_path, matching, path_of, report
 from ._progress import Progress, progress_callback
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(StoredBytes):
     """Results of :func:`merge` and :func:`subset`: the new pair."""
 
     index: str
@@ -33,11 +33,6 @@ class MergeReport:
     payload_bytes: int
     index_bytes: int
     blob_bytes: int
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of index and blob in bytes."""
-        return self.index_bytes + self.blob_bytes
 
 
 def merge(
@@ -159,4 +154,4 @@ def _rectangles(pair: StrPath, digest: bytes | None, parts: Mapping[str, Any]) -
     if not parts:
         return {}
     shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}
-    return rectangles(parts, shapes)
+    return rectangles_of(parts, shapes)

@@ -12,14 +12,13 @@ from typing import Any
 from ._dtypes import is_packed
 from . import _tpde
 from ._arguments import check_kinds, check_name
-from ._entry import Entry
 from ._errors import InvalidArgument, make_error
 from ._index import complete, selected
 from ._memory import describe_each, device_of, together
 from ._numpy_memory import NumPyAllocator
 from ._paths import Digest, StrPath, check_digest, is_path, open_pair, path_of
 from ._progress import Progress, progress_callback
-from ._tensor import Memories
+from ._tensor import Entry, Memories
 
 
 def allocator_of(framework: str, device: Any, *, as_integers: bool = False) -> tuple[Any, Any]:

@@ -28,11 +28,10 @@ import torch
 from . import _tpde
 from ._capture import Capture, captured_linear
 from ._device import Device, DevicePair, copy_on
-from ._entry import Entry
 from ._errors import TpdeError
 from ._rebuilt import ALIGN, Weight, compute
 from ._slot import Failures, Ready, Slot
-from ._tensor import Memory
+from ._tensor import Entry, Memory
 
 
 #: Maximum number of other weights' chunks between the chunks of a group. Each of them needs 40 bytes of device memory.

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from . import _tpde
-from ._entry import Entry
 from ._errors import InvalidArgument
 from ._memory import describe
 from ._slot import EMPTY, Failures, Slot
-from ._tensor import Memory
+from ._tensor import Entry, Memory
 from ._torch_memory import dtype_of
 
 #: Alignment of scratch memory in bytes.

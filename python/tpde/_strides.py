@@ -5,6 +5,7 @@ A *loop* walks one dim of a copy: how many elements, and how far apart they are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -47,14 +48,6 @@ class Placed(NamedTuple):
     def end(self) -> int:
         """Offset behind the last element."""
         return self.offset + 1 + sum((extent - 1) * stride for extent, stride in zip(self.extent, self.strides))
-
-
-def count_of(shape: Iterable[int]) -> int:
-    """Number of elements of a shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -129,7 +122,7 @@ def rectangles(loops: Iterable[Loop], start: int, shape: Sequence[int], offset: 
             inner[dim] = loop
         else:
             outer.append((dim, loop))
-    if count_of(loop.size for _, loop in outer) > MOST_RECTANGLES:
+    if math.prod(loop.size for _, loop in outer) > MOST_RECTANGLES:
         raise NotRectangles(f"neighbouring elements of dim {outer[0][0]} are not neighbours in the parameter")
     extent = tuple(inner[dim].size if dim in inner else 1 for dim in range(len(shape)))
     strides = tuple(inner[dim].memory if dim in inner else 0 for dim in range(len(shape)))
@@ -177,7 +170,7 @@ def with_rows(placed: Placed) -> list[Placed]:
             rows, outer = rows * placed.extent[dim], dim
         else:
             cut.append(dim)
-    if count_of(placed.extent[dim] for dim in cut) > MOST_RECTANGLES:
+    if math.prod(placed.extent[dim] for dim in cut) > MOST_RECTANGLES:
         raise NotRectangles("rows of the tensor are not at equal distances in the parameter")
     pieces = []
     for indices in product(*(range(placed.extent[dim]) for dim in cut)):

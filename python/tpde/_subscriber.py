@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import _errors
+from . import _errors, _map
 from ._arguments import check_kinds, check_needed
-from ._catch_up import CatchUp
 from ._checker import Checker
-from ._device import SideStream
+from ._device import DevicePair, SideStream
 from ._folder import Folder
 from ._kept import Kept
 from ._outcome import Clock, Sync
+from ._paths import open_pair
 from ._records import digests_of, steps
+from ._slices import device_of_slices
 from ._version import Version
 from .slices import Loader, Map, Prepared, prepare
+from .torch import apply_slices_
 
 _log = logging.getLogger("tpde")
 
@@ -71,7 +73,7 @@ class Subscriber:
         #: The first staged version, ready to be applied.
         self._prepared: tuple[tuple[int, bool], Prepared] | None = None
         #: All staged versions, ready to be applied in one commit.
-        self._at_once: CatchUp | None = None
+        self._at_once: Callable[[], object] | None = None
         self._clock = Clock()
         self._busy = threading.Lock()
         #: What is staged must not wait for tokens that are generated on the current stream.
@@ -224,12 +226,21 @@ class Subscriber:
             self._side.follow()  # copies of parameters, and a reload, may still be queued
             self._prepared, self._at_once, self._staged = None, None, []
 
-    def _catch_up(self) -> CatchUp | None:
-        """Makes several versions ready for one commit, if that is possible."""
-        if len(self._staged) < 2 or not CatchUp.is_possible(self._weights, self._kept):
+    def _catch_up(self) -> Callable[[], object] | None:
+        """Makes several versions ready for one commit, in which all are checked before the first write. Their payloads are then in
+        pinned memory. ``None`` unless all parameters can be patched on a CUDA device, each element at one place."""
+        weights, scratch = self._weights, self._scratch
+        if len(self._staged) < 2 or self._kept is not None or weights._equal or any(one.parameter for one in weights.refusals):
             return None
-        pairs = [self._merged(version, whole=whole) for version, whole in self._staged]
-        return CatchUp(self._weights, pairs, scratch=self._scratch)
+        slices = weights.slices()
+        device = device_of_slices(slices)
+        if device is None or _map.without_copies(slices)[1]:
+            return None
+        opened = []
+        for path, digest in [self._merged(version, whole=whole) for version, whole in self._staged]:
+            pair = open_pair(path, expect=digest)
+            opened.append(DevicePair._of_opened(path, pair, device, payloads="pinned"))
+        return lambda: apply_slices_(_map.without_copies(weights.slices())[0], tuple(opened), scratch=scratch)
 
     def _apply_at_once(self) -> list[Sync]:
         """Applies all staged versions in one commit; nothing if that is not possible."""
@@ -244,7 +255,7 @@ class Subscriber:
                 clock.end("plan")
             if self._at_once is None:
                 return []
-            self._at_once.apply()
+            self._at_once()
         except BaseException as error:
             if self._is_for_single_versions(error):
                 _log.info("%s applies versions one after the other: %s", self._name, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from . import _tpde
 from ._dtypes import VIEWS, byte_shape, is_packed, size
@@ -15,6 +15,25 @@ Memories = Union[list[Memory], _tpde.PlainTensors]
 #: Memory that holds a rectangle of a tensor: the tensor with the address and the size of the rows, first index and number of indexes
 #: in each dim, and the distance between rows in bytes, ``None`` if rows are contiguous.
 SliceMemory = tuple[Memory, list[int], list[int], "int | None"]
+
+
+class Entry(NamedTuple):
+    """A tensor of a pair, with all parts that the pair has of it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    #: ``"none"``, ``"same"``, ``"prefix"``, ``"cast"`` or ``"dequantised"``; ``"mixed"`` if some parts have a base.
+    base_kind: str
+    base_name: str
+    changes: bool
+    #: Name, dtype and shape of the base tensor, and of the tensor of scales of a quantised base.
+    bases: list[tuple[str, str, list[int]]]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the tensor has a base of the same dtype and shape."""
+        return self.base_kind == "same"
 
 
 def as_expected(name: str, dtype: str, shape: list[int], expected: tuple[str, list[int]] | None) -> tuple[str, list[int]]:

@@ -138,28 +138,25 @@ def columns_of(names: list[str], tensors: list[Any], device: Any) -> _tpde.Colum
     """Properties of tensors on this device, for :meth:`_tpde.Outline.plain`. With these, tensors are described as by :func:`describe`, in
     less time. ``None`` if a tensor is not a plain one. The caller then uses :func:`describe`, which finds the reason."""
     try:
-        return _columns_of(names, tensors, torch.device(device))
+        device = torch.device(device)
+        if not _PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_layouts, tensors)):
+            return None
+        if device.type not in ("cpu", "cuda") or not all(map(device.__eq__, map(_devices, tensors))):
+            return None
+        if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+            return None
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        return (
+            names,
+            list(map(_PLAIN_NAMES.get, map(_dtypes, tensors))),
+            list(map(_shapes, tensors)),
+            list(map(torch.Tensor.data_ptr, tensors)),
+            list(map(torch.Tensor.storage_offset, tensors)),
+            list(map(torch.UntypedStorage.nbytes, storages)),
+            (tensors, storages),  # a storage is kept too, because `tensor.data = other` would free it
+        )
     except RuntimeError:  # within torch.vmap or for nested tensors, for example
         return None
-
-
-def _columns_of(names: list[str], tensors: list[Any], device: torch.device) -> _tpde.Columns | None:
-    if not _PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_layouts, tensors)):
-        return None
-    if device.type not in ("cpu", "cuda") or not all(map(device.__eq__, map(_devices, tensors))):
-        return None
-    if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
-        return None
-    storages = list(map(torch.Tensor.untyped_storage, tensors))
-    return (
-        names,
-        list(map(_PLAIN_NAMES.get, map(_dtypes, tensors))),
-        list(map(_shapes, tensors)),
-        list(map(torch.Tensor.data_ptr, tensors)),
-        list(map(torch.Tensor.storage_offset, tensors)),
-        list(map(torch.UntypedStorage.nbytes, storages)),
-        (tensors, storages),  # a storage is kept too, because `tensor.data = other` would free it
-    )
 
 
 def storages_of(values: list[Any]) -> list[int | None]:
@@ -249,3 +246,9 @@ class TorchAllocator:
 def values_of(raw: bytearray, dtype: str) -> torch.Tensor:
     """The bytes as a tensor of this dtype."""
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype_of(dtype) if BITS[dtype] >= 8 else torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape have the same bits."""
+    integers = INTEGERS[one.element_size()]
+    return torch.equal(one.view(integers), other.view(integers))

@@ -56,7 +56,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _tpde
 from ._arguments import check_kinds, check_needed
 from ._cuts import index_of
-from ._entry import Entry
 from ._errors import InvalidArgument, StoreError, make_error
 from ._memory import check_writable, describe
 from ._merge import merge
@@ -66,6 +65,7 @@ from ._paths import StrPath, path_or_none
 from ._scratch import scratch
 from ._slices import Slice, describe_saved, describe_slices
 from ._torch_memory import dtype_of, has_name
+from ._tensor import Entry
 from .store import Store, Version, have_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from . import _operator
 from ._arguments import check_kinds, check_needed
 from ._capture import Graph
 from ._device import DevicePair
-from ._entry import Entry
 from ._errors import InvalidArgument, and_more
 from ._fixed import Counted
 from ._graphed import Graphs
@@ -34,7 +33,8 @@ from ._prefetch import DeviceWeight, Prefetcher
 from ._read_only import ReadOnly
 from ._rebuilt import HostWeight, Weight
 from ._slot import Failures
-from ._torch_memory import check_device, dtype_of
+from ._tensor import Entry
+from ._torch_memory import check_device, dtype_of, same_bits
 
 __all__ = ["Attached", "JITCompressedLinear", "attach"]
 
@@ -174,7 +174,7 @@ class JITCompressedLinear(Counted, nn.Linear):
             return
         given, own = state_dict[name], self.weight
         if isinstance(given, torch.Tensor) and given.shape == own.shape and not given.is_meta:
-            if not is_traceable_wrapper_subclass(given) and _raw_equal(given.detach().to(own.device, own.dtype), own):
+            if not is_traceable_wrapper_subclass(given) and same_bits(given.detach().to(own.device, own.dtype), own):
                 return
         raise InvalidArgument(
             f"{name!r} is not the weight that the attached layer rebuilds, which cannot be replaced. {loaded}: load into a model "
@@ -212,10 +212,6 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
         return wide == narrow or torch.promote_types(wide, narrow) == wide
     except RuntimeError:  # of 8 bits, for example
         return False
-
-
-def _raw_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _convert(plain: nn.Linear, weight: Weight, bias: nn.Parameter | None) -> JITCompressedLinear:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _state
+from ._application import Mode, Outcome, SlicesApplication
 from ._options import EncodeOptions, checked
 from ._paths import Digest, EncodeReport, StrPath
 from ._progress import Progress
 from ._slices import Slice
-from ._state import Mode, Outcome
 
 if TYPE_CHECKING:
     import numpy
@@ -96,4 +96,5 @@ def apply_slices_(
 ) -> Outcome:
     """Turn slices of base arrays into slices of target arrays in place. As :func:`tpde.torch.apply_slices_`; read-only arrays are
     refused."""
-    return _state.apply_slices(slices, pair, base=base, mode=mode, expect=expect, progress=progress, on_written=lambda _: None)
+    how: Any = {"base": base, "mode": mode, "expect": expect}
+    return SlicesApplication(slices, pair, **how, on_written=lambda _: None).apply(progress)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _errors, _map
+from ._application import Outcome, SlicesApplication
 from ._arguments import check_kinds, check_needed
 from ._contents import Elements, Refusal
 from ._cuts import Rectangles, cut, index_of, is_within, volume, whole_of, within
@@ -32,13 +33,11 @@ from ._map import Piece, module_of
 from ._memory import check_writable, device_of
 from ._model import memory_range, parameters_of
 from ._paths import Digest, Inspection, StrPath, inspect
-from ._prepared import PreparedSlices
 from ._progress import Progress
 from ._recorder import record as _record
 from ._slices import Slice, device_of_slices
-from ._state import Outcome
-from ._torch_memory import dtype_of
-from ._wrapped import renamed
+from ._torch_memory import dtype_of, same_bits
+from ._names import renamed
 from .torch import _raise_versions_of_slices, apply_slices_
 
 if TYPE_CHECKING:
@@ -340,7 +339,8 @@ def prepare(
     """
     check_kinds(digests=digests)
     prepared = Prepared(weights, pair, kept=kept, reload=reload, expect=expect)
-    prepared._prepare(digests=digests)
+    prepared._digests = digests
+    prepared._ready = prepared._opened(is_planned=True)
     return prepared
 
 
@@ -373,7 +373,7 @@ class Prepared:
             raise _errors.InvalidArgument("kept modules need the engine's loader: expected reload")
         _require_pieces(weights, kept)
         self._strict = strict
-        self._ready: list[PreparedSlices] = []
+        self._ready: list[SlicesApplication] = []
         self._digests = True
         self._bind()
 
@@ -400,13 +400,14 @@ class Prepared:
             (one, replace(one, name=name)) for one in (*self._first, *self._of_kept) for name in further.get(one.name, ())
         ]
 
-    def _prepare(self, *, digests: bool) -> None:
-        self._digests = digests
-        how: dict[str, Any] = {"expect": self._expect, "digests": digests, "on_written": _raise_versions_of_slices}
-        if _is_mixed(self._first, self._of_kept):
-            self._ready = [PreparedSlices(some, self._pair, **how) for some in (self._first, self._of_kept)]
-        else:
-            self._ready = [PreparedSlices([*self._first, *self._of_kept], self._pair, **how)]
+    def _opened(self, *, is_planned: bool) -> list[SlicesApplication]:
+        how: dict[str, Any] = {"expect": self._expect, "digests": self._digests, "is_planned": is_planned}
+        found: list[SlicesApplication] = []
+        for some in _groups(self._first, self._of_kept):
+            # What is kept is on the CPU, also if the pair is on a device.
+            pair = os.fspath(self._pair) if found else self._pair
+            found.append(SlicesApplication(some, pair, **how, on_written=_raise_versions_of_slices))
+        return found
 
     def apply(self, *, progress: Progress = None) -> Report:
         """Turn the weights into the target, as :func:`apply_`. If parameters were moved meanwhile, they are looked up again.
@@ -417,9 +418,9 @@ class Prepared:
         if self._at != self._weights._addresses(self._second):
             self._bind()
             if self._ready:
-                self._prepare(digests=self._digests)
+                self._ready = self._opened(is_planned=True)
         for one, other, has_base in self._copies:
-            if has_base and not _map.same_bits(one.tensor, other.tensor):
+            if has_base and not same_bits(one.tensor, other.tensor):
                 raise _errors.WrongBase(
                     f"tensor {one.name!r} is loaded to two places, which differ",
                     tensor=one.name,
@@ -450,7 +451,7 @@ class Prepared:
                 values += _decode_apart([each], os.fspath(self._pair), self._expect)
             except _errors.AlreadyApplied:
                 values.append(each.tensor)
-        if not _map.same_bits(values[0], values[1]):
+        if not same_bits(values[0], values[1]):
             raise _errors.InvalidArgument(
                 f"tensors {one.name!r} and {other.name!r} are loaded to the same parameter, and have other values in the pair"
             )
@@ -461,21 +462,11 @@ class Prepared:
         If live parameters are on a device and what is kept is on the CPU, and a call ends between the two, the next one changes what is
         left.
         """
-        how: dict[str, Any] = {"expect": self._expect}
-        if not _is_mixed(self._first, self._of_kept):
-            if self._ready:
-                return self._ready[0].apply(progress)
-            return apply_slices_([*self._first, *self._of_kept], self._pair, progress=progress, **how)
-        files = os.fspath(self._pair)
-        with contextlib.suppress(_errors.AlreadyApplied):
-            _decode_apart(self._of_kept, files, self._expect)
-        if self._ready:
-            outcomes = [self._ready[0].apply(progress), self._ready[1].apply()]
-        else:
-            outcomes = [
-                apply_slices_(self._first, self._pair, progress=progress, **how),
-                apply_slices_(self._of_kept, files, **how),
-            ]
+        first, *rest = self._ready or self._opened(is_planned=False)
+        if rest:
+            with contextlib.suppress(_errors.AlreadyApplied):
+                _decode_apart(self._of_kept, os.fspath(self._pair), self._expect)
+        outcomes = [first.apply(progress), *(one.apply() for one in rest)]
         return "applied" if "applied" in outcomes else outcomes[0]
 
 
@@ -501,7 +492,7 @@ def check(weights: Map, pair: StrPath, *, kept: Kept | None = None, expect: Dige
     of_kept = kept.slices if kept is not None else []
     first, of_kept = (_map.in_pair(some, weights._equal, names) for some in (first, of_kept))
     first, of_kept = (_held_by(inspection, [one for one in some if one.name in names]) for some in (first, of_kept))
-    for some in (first, of_kept) if _is_mixed(first, of_kept) else ([*first, *of_kept],):
+    for some in _groups(first, of_kept):
         with contextlib.suppress(_errors.AlreadyApplied):
             _check(some, pair, expect)
 
@@ -527,9 +518,9 @@ def _held_by(pair: Inspection, slices: list[Slice]) -> list[Slice]:
     return held
 
 
-def _is_mixed(live: list[Slice], kept: list[Slice]) -> bool:
-    """Return whether live parameters are on a device and kept copies on the CPU. One call changes memory of one kind only."""
-    return bool(live and kept) and device_of_slices(live) is not None
+def _groups(live: list[Slice], kept: list[Slice]) -> list[list[Slice]]:
+    """Slices of one call each: live parameters may be on a device, and what is kept is on the CPU."""
+    return [live, kept] if live and kept and device_of_slices(live) is not None else [[*live, *kept]]
 
 
 def _check(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
@@ -537,7 +528,7 @@ def _check(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
     if device_of_slices(slices) is None:
         _decode_apart(slices, pair, expect)
     else:
-        PreparedSlices(slices, pair, expect=expect, digests=True, on_written=_raise_versions_of_slices).check()
+        SlicesApplication(slices, pair, expect=expect, is_planned=True, on_written=_raise_versions_of_slices).check()
 
 
 def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> list[torch.Tensor]:

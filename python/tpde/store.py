@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 from . import _tpde
 from ._arguments import check_kinds, check_needed
 from ._errors import InvalidArgument
+from ._index import rectangles_of
 from ._memory import describe_all
 from ._open import allocator_of
 from ._options import CodecOptions, PutOptions, checked
-from ._parts import rectangles
 from ._paths import StrPath, is_path, matching_names, path_of, path_or_none, report
 from ._progress import Progress, progress_callback
 from ._state import saved_of
-from ._tied import fitting, groups, rank_of
+from ._names import fitting, groups, rank_of
 from ._versions import GcReport, PruneReport, RebuiltVersion, Usage, Version, VerifyReport
 
 if TYPE_CHECKING:
@@ -250,13 +250,10 @@ class Store:
         the version is taken, and a warning of the logger ``tpde`` names the shortcut.
 
         Args:
-            version: ``BRANCH@NUMBER``, or ``BRANCH``.
             framework: ``"pt"`` for PyTorch, ``"np"`` for NumPy.
             device: Where PyTorch's tensors go. They are rebuilt on the CPU, all at once, and copied to another device.
-            tensors, parts, have: As for :meth:`get`. A tensor of ``parts`` has the shape of its rectangle.
-            cache: Folder in which the pairs that were read stay for later calls.
+            version, tensors, parts, have, cache, progress: As for :meth:`get`.
             as_integers: As for :func:`tpde.numpy.load_file`.
-            progress: As for :func:`tpde.encode`.
 
         Raises:
             StoreError (external): The base is not in the store, and not in ``have``.
@@ -479,7 +476,7 @@ def _selection(
     """Origin and extent of what is selected, by name of the tensor."""
     names = set() if tensors is None else matching_names(shapes, tensors)
     selection = {name: ([0] * len(shapes[name]), shapes[name]) for name in names}
-    for name, found in rectangles(parts, shapes).items():
+    for name, found in rectangles_of(parts, shapes).items():
         if len(found) != 1:
             raise InvalidArgument(f"parts selects {len(found)} rectangles of tensor {name!r}: expected one")
         selection[name] = found[0]

@@ -22,17 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 import torch
 
 from . import _state
+from ._application import Mode, Outcome, SlicesApplication
 from ._arguments import check_needed
 from ._device import DevicePair
-from ._encoder import Encoder
-from ._encoding import Encoding
-from ._entry import Entry
+from ._encoder import Encoder, Encoding
 from ._open import Reader
 from ._options import EncodeOptions, checked
 from ._paths import Digest, EncodeReport, StrPath
 from ._progress import Progress
 from ._slices import Slice
-from ._state import Mode, Outcome
+from ._tensor import Entry
 from ._torch_memory import INTEGERS, dtype_of, storages_of, values_of
 
 if TYPE_CHECKING:
@@ -254,16 +253,8 @@ def apply_slices_(
         Step, DeviceError, OutOfMemory: As for :func:`apply_`.
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
-    return _state.apply_slices(
-        slices,
-        pair,
-        base=base,
-        mode=mode,
-        expect=expect,
-        progress=progress,
-        on_written=_raise_versions_of_slices,
-        scratch=scratch,
-    )
+    how: Any = {"base": base, "mode": mode, "expect": expect, "scratch": scratch}
+    return SlicesApplication(slices, pair, **how, on_written=_raise_versions_of_slices).apply(progress)
 
 
 def _raise_versions_of_slices(tensors: list[Any]) -> None:
