@@ -21,7 +21,7 @@ import torch
 
 import tpde
 import tpde.nn
-from tpde import _capture, _prefetch
+from tpde.nn import _capture, _prefetch
 from tpde._tensor import Entry
 
 Clock = dict[int, int]
@@ -253,7 +253,7 @@ class FakeModel:
         self.world, self.name, self._device, self._raw = world, name, device, self
         self._pair: Any = FakePair(name)
         self._index = torch.empty(1, dtype=torch.uint8)
-        self.failures = tpde._slot.Failures()
+        self.failures = tpde.nn._slot.Failures()
         self.values: dict[str, float] = {}
         #: Number of the next decodings that fail, by weight.
         self.damaged: dict[str, int] = {}

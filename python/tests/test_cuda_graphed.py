@@ -120,7 +120,7 @@ class TestLayersInGraphs:
             for _ in range(2):
                 assert torch.equal(base(tokens_of(1)[:, :length]), target(tokens_of(1)[:, :length]))
                 assert torch.equal(base(tokens_of(1)[:1, :length]), target(tokens_of(1)[:1, :length]))
-        assert attached.graphs.captured <= tpde._graphed.MOST_CALLS
+        assert attached.graphs.captured <= tpde.nn._graphed.MOST_CALLS
         compare(base, target)
         attached.check()
 

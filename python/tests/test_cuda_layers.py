@@ -129,7 +129,7 @@ class TestLayers:
                         found.append(base(TOKENS.cuda()))
             torch.cuda.synchronize()
         assert all(torch.equal(one, wanted) for one in found)
-        prefetchers = [tpde._prefetch.Prefetcher.of(base.twin._weight.device, stream) for stream in streams]
+        prefetchers = [tpde.nn._prefetch.Prefetcher.of(base.twin._weight.device, stream) for stream in streams]
         memory = {slot.memory.data_ptr() for prefetcher in prefetchers for slot in prefetcher.slots}
         assert len(memory) == 6 and all(address % 256 == 0 for address in memory)
 
@@ -379,5 +379,5 @@ class TestLayers:
                 graph.replay()
                 assert torch.equal(y, target(tokens))
             torch.cuda.synchronize()
-            tpde._capture.Graph.prune()
-            assert len(tpde._capture.Graph._kept) <= 2
+            tpde.nn._capture.Graph.prune()
+            assert len(tpde.nn._capture.Graph._kept) <= 2

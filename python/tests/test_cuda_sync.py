@@ -187,7 +187,7 @@ def test_too_little_memory_for_all_versions_suffices_for_each(tmp_path: Path, mo
     def refuse(*_: object, **__: object) -> None:
         raise tpde.OutOfMemory("all versions")
 
-    monkeypatch.setattr("tpde._subscriber.open_pair", refuse)
+    monkeypatch.setattr("tpde.sync._subscriber.open_pair", refuse)
     assert [one.version for one in behind.late.subscriber.update()] == [1, 2, 3] and behind.late.has(3)
 
 

@@ -20,8 +20,8 @@ from test_torch import raw_of
 torch = pytest.importorskip("torch")
 
 import tpde.nn  # noqa: E402 (needs torch)
-from tpde import _graphed  # noqa: E402
-from tpde._fixed import Memory, ModelState, ObjectState  # noqa: E402
+from tpde.nn import _graphed  # noqa: E402
+from tpde.nn._fixed import Memory, ModelState, ObjectState  # noqa: E402
 
 
 class TestAttach:

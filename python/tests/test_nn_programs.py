@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import tpde.nn  # noqa: E402 (needs torch)
-from tpde import _operator  # noqa: E402
+from tpde.nn import _operator  # noqa: E402
 
 X = torch.linspace(-1, 1, 3 * 64).view(3, 64).to(torch.bfloat16)
 
@@ -203,19 +203,19 @@ with torch.no_grad():
 
         def is_found(key: torch.Tensor) -> bool:
             try:
-                return tpde._rebuilt.Weight.find(key, torch.device("cpu")) is not None
+                return tpde.nn._rebuilt.Weight.find(key, torch.device("cpu")) is not None
             except tpde.InvalidArgument as error:
                 assert "is not attached" in str(error)
                 return False
 
-        check = tpde._rebuilt.HostWeight.check
+        check = tpde.nn._rebuilt.HostWeight.check
 
         def looked_at(weight: Any) -> None:
             keys.append(torch.tensor(weight.key))
             assert not any(map(is_found, keys))
             check(weight)
 
-        monkeypatch.setattr(tpde._rebuilt.HostWeight, "check", looked_at)
+        monkeypatch.setattr(tpde.nn._rebuilt.HostWeight, "check", looked_at)
         wrong = Deep()
         wrong.load_state_dict(base.state_dict())
         with torch.no_grad():

@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 import tpde.nn  # noqa: E402 (needs torch)
 from fake_cuda import FakeModel, World, install  # noqa: E402
 from points import at, marked  # noqa: E402
-from tpde import _operator, _rebuilt, _slot  # noqa: E402
+from tpde.nn import _operator, _rebuilt, _slot  # noqa: E402
 
 CALLS = int(os.environ.get("TPDE_STORM_CALLS", "1000"))
 FORWARDS = int(os.environ.get("TPDE_STORM_FORWARDS", "300"))

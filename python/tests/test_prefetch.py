@@ -1,4 +1,4 @@
-"""Behaviour of the prefetcher of `tpde._prefetch` on a fake device."""
+"""Behaviour of the prefetcher of `tpde.nn._prefetch` on a fake device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 import tpde.nn  # noqa: E402 (needs torch)
 from fake_cuda import FakeDevice, FakeModel, FakePair, World, attached_of, install  # noqa: E402
 from points import Interrupted, at, interrupt, marked  # noqa: E402
-from tpde import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
-from tpde._prefetch import Prefetcher  # noqa: E402
+from tpde.nn import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
+from tpde.nn._prefetch import Prefetcher  # noqa: E402
 
 
 @pytest.fixture

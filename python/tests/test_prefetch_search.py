@@ -1,4 +1,4 @@
-"""Searches for orders of calls in which the prefetcher of `tpde._prefetch` fails, on a fake device."""
+"""Searches for orders of calls in which the prefetcher of `tpde.nn._prefetch` fails, on a fake device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 import tpde.nn  # noqa: E402 (needs torch)
 from fake_cuda import FakeDevice, FakeModel, FakeStream, World, attached_of, install  # noqa: E402
 from points import Interrupted, at, interrupt, marked, point  # noqa: E402
-from tpde import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
-from tpde._prefetch import Prefetcher  # noqa: E402
+from tpde.nn import _capture, _prefetch, _rebuilt, _slot  # noqa: E402
+from tpde.nn._prefetch import Prefetcher  # noqa: E402
 
 #: Seconds to search the package as it is.
 SEARCH = float(os.environ.get("TPDE_MODEL_CHECK_SECONDS", "8"))

@@ -25,7 +25,7 @@ from test_recorder_memory import Halves, two_parameters  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 import tpde.slices  # noqa: E402
-from tpde import _model  # noqa: E402
+from tpde.slices import _model  # noqa: E402
 
 ONES = torch.ones(2, 8)
 

@@ -22,7 +22,7 @@ from test_sync import Engine as FolderEngine  # noqa: E402
 from test_sync import Trainer as FolderTrainer  # noqa: E402
 
 import tpde.sync  # noqa: E402
-from tpde import _checker  # noqa: E402
+from tpde.sync import _checker  # noqa: E402
 
 
 class Failing:

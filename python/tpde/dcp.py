@@ -55,11 +55,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
 from ._arguments import check_kinds, check_needed
-from ._cuts import index_of
+from .slices._cuts import index_of
 from ._errors import InvalidArgument, StoreError, make_error
 from ._memory import check_writable, describe
 from ._merge import merge
-from ._model import memory_range
+from .slices._model import memory_range
 from ._options import ShardOptions, checked
 from ._paths import StrPath, path_or_none
 from ._scratch import scratch

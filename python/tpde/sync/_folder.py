@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from ._cuts import Rectangles
-from ._errors import BadCheckpoint, InvalidArgument, asked, make_error
-from ._paths import path_of
+from .._errors import BadCheckpoint, InvalidArgument, asked, make_error
+from .._paths import path_of
+from .._version import Version
+from ..slices._cuts import Rectangles
 from ._records import check_answer, check_layout, check_record, check_subscriber, check_within, indices_of, plain_of
-from ._version import Version
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 #: Names of files. Others are not those of a channel, such as copies that a person has made.

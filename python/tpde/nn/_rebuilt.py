@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _tpde
-from ._errors import InvalidArgument
-from ._memory import describe
+from .. import _tpde
+from .._errors import InvalidArgument
+from .._memory import describe
+from .._tensor import Entry, Memory
+from .._torch_memory import dtype_of
 from ._slot import EMPTY, Failures, Slot
-from ._tensor import Entry, Memory
-from ._torch_memory import dtype_of
 
 #: Alignment of scratch memory in bytes.
 ALIGN = 256

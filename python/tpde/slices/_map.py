@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._errors import InvalidArgument
+from .._slices import Slice
 from ._contents import Copy, Elements, Refusal
-from ._errors import InvalidArgument
 from ._model import memory_range
 from ._recorder import Recording
-from ._slices import Slice
 from ._strides import NotRectangles, Placed, Region, Regions, rectangles, with_rows
 
 

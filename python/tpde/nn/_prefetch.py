@@ -1,6 +1,6 @@
 """Weights on CUDA devices, decoded ahead of their use into scratch memory that all weights of a stream share.
 
-State and its invariants: :mod:`tpde._slot`. In addition, for streams and their memory:
+State and its invariants: :mod:`tpde.nn._slot`. In addition, for streams and their memory:
 
 7. The memory of a slot is written only on the slot's stream. So work that an interrupted call has queued runs before the next
    filling, and cannot overwrite it.
@@ -25,13 +25,13 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from . import _tpde
+from .. import _tpde
+from .._device import Device, DevicePair, copy_on
+from .._errors import TpdeError
+from .._tensor import Entry, Memory
 from ._capture import Capture, captured_linear
-from ._device import Device, DevicePair, copy_on
-from ._errors import TpdeError
 from ._rebuilt import ALIGN, Weight, compute
 from ._slot import Failures, Ready, Slot
-from ._tensor import Entry, Memory
 
 
 #: Maximum number of other weights' chunks between the chunks of a group. Each of them needs 40 bytes of device memory.

@@ -22,23 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _errors, _map
-from ._application import Outcome, SlicesApplication
-from ._arguments import check_kinds, check_needed
+from .. import _errors
+from .._application import Outcome, SlicesApplication
+from .._arguments import check_kinds, check_needed
+from .._dtypes import byte_shape, is_packed
+from .._memory import check_writable, device_of
+from .._names import renamed
+from .._paths import Digest, Inspection, StrPath, inspect
+from .._progress import Progress
+from .._slices import Slice, device_of_slices
+from .._torch_memory import dtype_of, same_bits
+from ..torch import _raise_versions_of_slices, apply_slices_
+from . import _map
 from ._contents import Elements, Refusal
 from ._cuts import Rectangles, cut, index_of, is_within, volume, whole_of, within
-from ._dtypes import byte_shape, is_packed
 from ._kept import Kept, keep
 from ._map import Piece, module_of
-from ._memory import check_writable, device_of
 from ._model import memory_range, parameters_of
-from ._paths import Digest, Inspection, StrPath, inspect
-from ._progress import Progress
 from ._recorder import record as _record
-from ._slices import Slice, device_of_slices
-from ._torch_memory import dtype_of, same_bits
-from ._names import renamed
-from .torch import _raise_versions_of_slices, apply_slices_
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._cuts import Rectangles
-from ._errors import and_more, make_error
+from .._errors import and_more, make_error
+from ..slices._cuts import Rectangles
 
 #: Dtype and shape of each tensor of a version.
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]

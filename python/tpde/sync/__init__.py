@@ -34,21 +34,21 @@ from uuid import uuid4
 
 import torch
 
-from . import _errors
-from ._arguments import check_kinds
+from .. import _errors
+from .._arguments import check_kinds
+from .._merge import merge_expected
+from .._paths import inspect
+from .._scratch import scratch
+from .._version import Version
+from ..slices._cuts import Bucket, buckets
+from ..torch import Encoder, save_file
 from ._collective import Collective, Communicator, TorchGroup
-from ._cuts import Bucket, buckets
 from ._folder import Folder
 from ._group import Group
-from ._merge import merge_expected
 from ._outcome import Clock, Sync
-from ._paths import inspect
-from ._scratch import scratch
 from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, written
 from ._source import Snapshot, Source, rank_failed
 from ._subscriber import Subscriber
-from ._version import Version
-from .torch import Encoder, save_file
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,7 @@ bytecodes. The rest of the code relies on these invariants:
    ``publish`` after the last call that can raise. An interruption between both leaves *filling*, which is treated like *empty*.
 3. Every filling has its own generation number. A failure marks only the filling that caused it. If the slot was filled again
    since, the failure marks nothing.
-4. One thread at a time changes a slot: the holder of the lock of its :class:`~tpde._prefetch.Prefetcher`, or the owning thread.
+4. One thread at a time changes a slot: the holder of the lock of its :class:`~tpde.nn._prefetch.Prefetcher`, or the owning thread.
 5. The launch of a filling is recorded before the filling is published, so no failure is lost.
 6. A failure belongs to the model of the weight. Only that model's layers, or its ``check``, raise it. It is kept until it is
    raised.

@@ -24,14 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ._arguments import check_kinds
+from .._arguments import check_kinds
+from .._errors import BadCheckpoint, InvalidArgument, SyncError, asked, make_error
+from .._scratch import scratch
+from .._version import Version
+from ..slices._cuts import Rectangles
 from ._collective import Collective, Messages, check_collective
-from ._cuts import Rectangles
-from ._errors import BadCheckpoint, InvalidArgument, SyncError, asked, make_error
 from ._folder import Folder
 from ._records import check_layout, indices_of
-from ._scratch import scratch
-from ._version import Version
 
 _ENDINGS = (".tpde-index", ".tpde-blob")
 

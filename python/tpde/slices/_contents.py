@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ._errors import NotRecorded, and_more
+from .._errors import NotRecorded, and_more
 from ._strides import MOST_RECTANGLES, Loop, NotRectangles, Placed, Region, Regions, merged, rectangles, regions, remaining
 
 #: Most names of tensors in a message.
@@ -47,7 +47,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter: its names, the first of which counts, and its memory, as :func:`tpde._model.memory_range` has it."""
+    """A parameter: its names, the first of which counts, and its memory, as :func:`tpde.slices._model.memory_range` has it."""
 
     names: list[str]
     tensor: Any

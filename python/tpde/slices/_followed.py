@@ -14,14 +14,14 @@ from typing import Any, Union
 import torch
 from torch.multiprocessing import reductions
 
+from .._errors import NotRecorded
 from ._contents import Contents, Refusal, Run, Target
-from ._errors import NotRecorded
 from ._model import is_wrapper, memory_range, storage_key, storage_of
 from ._strides import Origin, contiguous, follow, loops_of, merged
 
 UNSEEN = "it is of a tensor whose origin was not seen: made in another thread, unpickled, or outside of the loader's reach"
 
-_OWN_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen ")
+_OWN_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen ")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = (*(os.path.join(_STANDARD, name) + os.sep for name in ("site-packages", "dist-packages")),)
 

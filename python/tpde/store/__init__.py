@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _tpde
-from ._arguments import check_kinds, check_needed
-from ._errors import InvalidArgument
-from ._index import rectangles_of
-from ._memory import describe_all
-from ._open import allocator_of
-from ._options import CodecOptions, PutOptions, checked
-from ._paths import StrPath, is_path, matching_names, path_of, path_or_none, report
-from ._progress import Progress, progress_callback
-from ._state import saved_of
-from ._names import fitting, groups, rank_of
+from .. import _tpde
+from .._arguments import check_kinds, check_needed
+from .._errors import InvalidArgument
+from .._index import rectangles_of
+from .._memory import describe_all
+from .._names import fitting, groups, rank_of
+from .._open import allocator_of
+from .._options import CodecOptions, PutOptions, checked
+from .._paths import StrPath, is_path, matching_names, path_of, path_or_none, report
+from .._progress import Progress, progress_callback
+from .._state import saved_of
 from ._versions import GcReport, PruneReport, RebuiltVersion, Usage, Version, VerifyReport
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import torch
 
-from ._arguments import check_name
+from .._arguments import check_name
+from .._errors import InvalidArgument, TpdeError, make_error, reason_of
+from .._index import rectangle
+from .._memory import describe
+from .._slices import Slice
+from .._torch_memory import check_device, has_name
+from ..slices._cuts import Bucket, Rectangles, grid, index_of, is_within, whole_of, within
 from ._collective import Messages, check_collective
-from ._cuts import Bucket, Rectangles, grid, index_of, is_within, whole_of, within
-from ._errors import InvalidArgument, TpdeError, make_error, reason_of
-from ._index import rectangle
 from ._records import Tensors
-from ._memory import describe
-from ._slices import Slice
-from ._torch_memory import check_device, has_name
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ._errors import InvalidArgument, Poisoned, and_more, reason_of
+from .._errors import InvalidArgument, Poisoned, and_more, reason_of
+from .._slices import Slice
 from ._map import module_of
-from ._slices import Slice
 
 
 @dataclass(eq=False)

@@ -7,14 +7,14 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from ._device import SideStream
-from ._errors import reason_of
+from .._device import SideStream
+from .._errors import reason_of
+from .._merge import merge_expected
+from .._paths import digest_of, inspect
+from .._scratch import scratch
+from ..slices import Map, check
+from ..slices._kept import Kept
 from ._folder import Folder
-from ._kept import Kept
-from ._merge import merge_expected
-from ._paths import digest_of, inspect
-from ._scratch import scratch
-from .slices import Map, check
 
 
 class Checker:

@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import _errors, _map
-from ._arguments import check_kinds, check_needed
+from .. import _errors
+from .._arguments import check_kinds, check_needed
+from .._device import DevicePair, SideStream
+from .._paths import open_pair
+from .._slices import device_of_slices
+from .._version import Version
+from ..slices import Loader, Map, Prepared, prepare
+from ..slices import _map
+from ..slices._kept import Kept
+from ..torch import apply_slices_
 from ._checker import Checker
-from ._device import DevicePair, SideStream
 from ._folder import Folder
-from ._kept import Kept
 from ._outcome import Clock, Sync
-from ._paths import open_pair
 from ._records import digests_of, steps
-from ._slices import device_of_slices
-from ._version import Version
-from .slices import Loader, Map, Prepared, prepare
-from .torch import apply_slices_
 
 _log = logging.getLogger("tpde")
 

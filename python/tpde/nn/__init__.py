@@ -19,22 +19,22 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._arguments import check_kinds, check_needed
+from .._device import DevicePair
+from .._errors import InvalidArgument, and_more
+from .._open import Reader, state_of
+from .._paths import Digest, StrPath, check_digest, open_pair
+from .._progress import Progress, check_progress
+from .._read_only import ReadOnly
+from .._tensor import Entry
+from .._torch_memory import check_device, dtype_of, same_bits
 from . import _operator
-from ._arguments import check_kinds, check_needed
 from ._capture import Graph
-from ._device import DevicePair
-from ._errors import InvalidArgument, and_more
 from ._fixed import Counted
 from ._graphed import Graphs
-from ._open import Reader, state_of
-from ._paths import Digest, StrPath, check_digest, open_pair
-from ._progress import Progress, check_progress
 from ._prefetch import DeviceWeight, Prefetcher
-from ._read_only import ReadOnly
 from ._rebuilt import HostWeight, Weight
 from ._slot import Failures
-from ._tensor import Entry
-from ._torch_memory import check_device, dtype_of, same_bits
 
 __all__ = ["Attached", "JITCompressedLinear", "attach"]
 
