@@ -325,22 +325,21 @@ class DevicePair:
         """A `DevicePair` for a single call, from an open pair. Threads begin to read the payloads."""
         opened = cls.__new__(cls)
         opened._open(path, pair, device, payloads, None, ahead=True)
-        opened._is_kept = False
         return opened
 
     @classmethod
     def _of_raw(cls, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor, raw: _tpde.DevicePair) -> DevicePair:
         """A `DevicePair` for a single call, whose index has been uploaded."""
         opened = cls.__new__(cls)
-        opened._set(path, pair, device, index)
-        opened._raw, opened._is_kept = raw, False
+        opened._set(path, pair, device, index, is_kept=False)
+        opened._raw = raw
         return opened
 
-    def _set(self, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor) -> None:
+    def _set(self, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor, *, is_kept: bool) -> None:
         self._path, self._pair, self._device, self._index = path, pair, device, index
         self._blob: torch.Tensor | None = None
         #: Whether it is used for several calls.
-        self._is_kept = True
+        self._is_kept = is_kept
         self._listed: list[Entry] | None = None
         #: The last application. Removed from the dict while in use: dict operations are atomic, so two threads cannot both take it.
         self._kept: dict[str, Application] = {}
@@ -350,7 +349,7 @@ class DevicePair:
     ) -> None:
         on = Device.of(device)
         on.refuse_capture("making a pair ready")
-        self._set(path_of(path), pair, on, on.memory(_tpde.DevicePair.index_bytes(pair), "the index of a pair"))
+        self._set(path_of(path), pair, on, on.memory(_tpde.DevicePair.index_bytes(pair), "the index of a pair"), is_kept=not ahead)
         if payloads == "device":
             self._blob = self._device.memory(self._pair.blob_bytes(), "the payloads of a pair")
         with progress_callback(progress, "read") as callback:

@@ -53,11 +53,7 @@ def describe(
 
 def strides_of(value: Any) -> tuple[int, ...]:
     """Strides of an array or tensor in bytes."""
-    if is_torch(value):
-        from . import _torch_memory
-
-        return _torch_memory.byte_strides(value)
-    return tuple(value.strides)
+    return tuple(stride * value.element_size() for stride in value.stride()) if is_torch(value) else tuple(value.strides)
 
 
 def device_of(values: Iterable[Any]) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ._dtypes import BITS, ML_DTYPES, NUMPY, VIEWS, byte_shape, is_packed
 from ._errors import InvalidArgument, make_error
-from ._tensor import Memory, as_expected, no_memory, pitch_and_size
+from ._tensor import BITS, ML_DTYPES, Memory, NUMPY, VIEWS, as_expected, byte_shape, is_packed, no_memory, pitch_and_size
 
 _NAMES = {numpy: name for name, numpy in (NUMPY | ML_DTYPES).items()}
 #: The key of dtype and shape of a tensor among the metadata of the dtype of an array, if the array has its bits as integers.

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import compress
 from typing import Any
 
-from ._dtypes import is_packed
 from . import _tpde
 from ._arguments import check_kinds, check_name
 from ._errors import InvalidArgument, make_error
@@ -18,7 +17,7 @@ from ._memory import describe_each, device_of, together
 from ._numpy_memory import NumPyAllocator
 from ._paths import Digest, StrPath, check_digest, is_path, open_pair, path_of
 from ._progress import Progress, progress_callback
-from ._tensor import Entry, Memories
+from ._tensor import Entry, Memories, is_packed
 
 
 def allocator_of(framework: str, device: Any, *, as_integers: bool = False) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from ._errors import asked
@@ -26,11 +25,7 @@ _alone = threading.Lock()
 
 
 def scratch(parent: str | os.PathLike[str] | None = None) -> str:
-    """The folder of this process in ``parent``, by default the system's folder for temporary files.
-
-    Raises:
-        SystemRefused: It cannot be created.
-    """
+    """The folder of this process in ``parent``, by default the system's folder for temporary files."""
     parent = os.fspath(tempfile.gettempdir() if parent is None else parent)
     with _alone, asked("create a temporary folder in", parent):
         key = os.getpid(), os.path.abspath(parent)
@@ -86,7 +81,7 @@ def _is_at(descriptor: int, path: str) -> bool:
 def _delete_left(parent: Path) -> None:
     """Deletes folders of processes of this user that have ended."""
     with contextlib.suppress(OSError):
-        for path in _named(parent):
+        for path in [parent / name for name in os.listdir(parent) if name.startswith(_PREFIX)]:
             with contextlib.suppress(OSError):
                 if path.stat(follow_symlinks=False).st_uid == os.getuid():
                     lock = _locked(os.fspath(path), waits=False)
@@ -95,12 +90,6 @@ def _delete_left(parent: Path) -> None:
                             shutil.rmtree(path, ignore_errors=True)
                         finally:
                             os.close(lock)
-
-
-def _named(parent: Path) -> Iterator[Path]:
-    for name in os.listdir(parent):
-        if name.startswith(_PREFIX):
-            yield parent / name
 
 
 def _remove(pid: int) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._arguments import check_name
-from ._dtypes import is_packed
 from ._errors import InvalidArgument
 from ._index import rectangle
 from ._memory import describe, device_of, strides_of
-from ._tensor import Entry, SliceMemory, pitch_and_size
+from ._tensor import Entry, SliceMemory, is_packed, pitch_and_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -224,14 +224,8 @@ def apply_(
     is_checked = mode == "all_checked"
     with told_if_written(written.tell):
         if base is not None:
-            base_memories = _base_of(outline, base, on, base_columns)
-            with unusable_after_errors():
-                if on is not None:
-                    application = on._rebuild(outputs, base_memories or [], progress, meanwhile=written.prepare)
-                else:
-                    with progress_callback(progress, "apply") as callback:
-                        opened.read(outputs, base=base_memories, digests=is_checked, progress=callback)
-            applied = True
+            bases_of = _base_of(outline, base, on, base_columns)
+            applied, application = True, _overwrite(opened, on, outputs, bases_of, written, progress, digests=is_checked)
         elif before:
             applied = apply_steps(before, on, outputs, progress, scratch)
         elif on is not None:
@@ -301,6 +295,18 @@ def _base_of(outline: _tpde.Outline, base: Any, on: Any, columns: _tpde.Columns 
         return bases(outline, state_of(base), "cpu" if on is None else on.device, columns)
     if on is not None:
         raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
+    return None
+
+
+def _overwrite(
+    opened: _tpde.Pair, on: Any, outputs: Memories, base: Memories | None, written: _Written, progress: Progress, *, digests: bool
+) -> Any:
+    """Rebuilds tensors from a separate base, whatever they hold. Returns the application if one ran on a device."""
+    with unusable_after_errors():
+        if on is not None:
+            return on._rebuild(outputs, base or [], progress, meanwhile=written.prepare)
+        with progress_callback(progress, "apply") as callback:
+            opened.read(outputs, base=base, digests=digests, progress=callback)
     return None
 
 

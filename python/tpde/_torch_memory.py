@@ -10,10 +10,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
-from ._dtypes import BITS, TORCH, byte_shape, is_packed
 from ._errors import InvalidArgument, make_error
 from ._read_only import ReadOnly
-from ._tensor import Memory, as_expected, no_memory, pitch_and_size
+from ._tensor import BITS, Memory, TORCH, as_expected, byte_shape, is_packed, no_memory, pitch_and_size
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
 if hasattr(torch, "float4_e2m1fn_x2"):
@@ -93,10 +92,11 @@ def describe(
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
         raise InvalidArgument(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be in a checkpoint")
+    item = tensor.element_size()
     if has_rows:
-        bytes = pitch_and_size(name, tuple(tensor.shape), byte_strides(tensor), tensor.element_size())[1]
+        bytes = pitch_and_size(name, tuple(tensor.shape), tuple(stride * item for stride in tensor.stride()), item)[1]
     elif tensor.is_contiguous():
-        bytes = tensor.numel() * tensor.element_size()
+        bytes = tensor.numel() * item
     else:
         layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         raise make_error("not_contiguous", f"tensor {name!r} is not contiguous ({layout})", tensor=name)
@@ -109,7 +109,7 @@ def describe(
     try:
         storage = tensor.untyped_storage()
         # The storage of a fake tensor is on another device. The storage of a sharded tensor may have been freed by its library.
-        needed = tensor.storage_offset() * tensor.element_size() + bytes
+        needed = tensor.storage_offset() * item + bytes
         if bytes and (storage.device != tensor.device or storage.nbytes() < needed):
             raise InvalidArgument(without_memory)
         address = tensor.data_ptr()
@@ -117,11 +117,6 @@ def describe(
         raise InvalidArgument(without_memory) from error
     # Keeps the storage alive too, because `tensor.data = other` would free it.
     return name, dtype, shape, address, bytes, (tensor, storage)
-
-
-def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor in bytes."""
-    return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

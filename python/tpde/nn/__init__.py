@@ -360,53 +360,32 @@ def attach(
     check_needed(model=model)
     check_kinds(check=check, only=only, graph=graph)
     check_progress(progress)
-    if not callable(payloads) and (not isinstance(payloads, str) or payloads not in ("pinned", "device")):
-        raise InvalidArgument(f"unknown payloads={payloads!r}: expected 'pinned' or 'device'")
-    named = _Model(model)
+    if not callable(payloads):
+        _check_payloads(payloads)
     run_on = None if device is None else check_device(device)
     if graph and run_on is not None:
         Graphs.of(model, {run_on})  # refused before anything is read
-    opened = _OpenedPair(named, pair, payloads, expect, progress)
-    weights: dict[str, Weight] = {}
-    dense: dict[str, torch.Tensor] = {}
-    opened.check_meta()
-    with torch.no_grad():
-        # Dense tensors first: rebuilding them takes temporary device memory.
-        for names in sorted(named.groups, key=named.is_linear):
-            entry = opened.entry(names)
-            tensor = named.tensors[names[0]]
-            # A tensor whose base has another name may be on the device meta.
-            held = next(iter(opened.base_of(entry)), tensor) if entry and tensor.device.type == "meta" else tensor
-            where = run_on or held.device
-            is_changed = entry is not None and (entry.changes or not entry.is_same)
-            weight = None
-            if entry is not None and is_changed and named.is_linear(names) and (only is None or any(map(only, names))):
-                weight = opened.weight(entry, where)
-            if weight is not None:
-                if check:
-                    weight.check()
-                weights.update(dict.fromkeys(names, weight))
-            elif entry is not None and is_changed:
-                dense.update(dict.fromkeys(names, opened.rebuilt(entry, where)))
-            elif tensor.device != where:
-                dense.update(dict.fromkeys(names, tensor.detach().to(where)))
+    opened = _OpenedPair(_Model(model), pair, payloads, expect, progress)
+    weights, dense = opened.decoded(run_on, only, check=check)
     graphs = Graphs.of(model, {weight.torch_device for weight in weights.values()}) if graph else None
-    stored_bytes = {weight.handle: opened.stored(weight) for weight in weights.values()}
-    rebuilt = [name for name in dense if (entry := opened.entries.get(name)) and (entry.changes or not entry.is_same)]
-    # The model is unchanged up to here. Weights are registered only when none can be refused any more, so no compiled program
-    # finds a weight of a failed call.
-    for rebuilt_weight in weights.values():
-        rebuilt_weight.register()
-    parameters: dict[int, nn.Parameter] = {}
-    for name, tensor in dense.items():
-        named.set(name, tensor, parameters)
-    layers = named.convert(weights)
-    for name in {*weights, *rebuilt}:
-        named.drop_base(name, opened.entries)
-    _add_checks(model)
-    if graphs is not None:
-        graphs.install(model)
-    return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), opened.failures, graphs)
+    return opened.install(weights, dense, graphs)  # the model is unchanged up to here
+
+
+def _check_payloads(payloads: Any, of: str = "") -> None:
+    if not isinstance(payloads, str) or payloads not in ("pinned", "device"):
+        found = f"payloads gives {payloads!r}{of}" if of else f"unknown payloads={payloads!r}"
+        raise InvalidArgument(f"{found}: expected 'pinned' or 'device'")
+
+
+def _is_changed(entry: Entry) -> bool:
+    return entry.changes or not entry.is_same
+
+
+def _check_kind(entry: Entry, name: str, tensor: torch.Tensor, dtype: str, shape: list[int], where: str) -> None:
+    """Raises if a tensor of the model, or of its base, has another dtype or shape than in the pair."""
+    if entry.base_kind != "prefix" and ([*tensor.shape] != shape or tensor.dtype != dtype_of(dtype)):
+        here = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise InvalidArgument(f"tensor {name!r} is {here} here, and {dtype} {tuple(shape)} in {where}")
 
 
 class _Model:
@@ -496,6 +475,54 @@ class _OpenedPair:
         if missing:
             raise InvalidArgument(f"tensor {missing[0]!r} of the pair is not in the model")
 
+    def decoded(
+        self, run_on: torch.device | None, only: Callable[[str], bool] | None, *, check: bool
+    ) -> tuple[dict[str, Weight], dict[str, torch.Tensor]]:
+        """The weights that layers rebuild, and the tensors that are rebuilt or moved now, by all of their names."""
+        self.check_meta()
+        model, weights, dense = self.model, dict[str, Weight](), dict[str, torch.Tensor]()
+        with torch.no_grad():
+            # Dense tensors first: rebuilding them takes temporary device memory.
+            for names in sorted(model.groups, key=model.is_linear):
+                entry = self.entry(names)
+                tensor = model.tensors[names[0]]
+                # A tensor whose base has another name may be on the device meta.
+                held = next(iter(self.base_of(entry)), tensor) if entry and tensor.device.type == "meta" else tensor
+                where = run_on or held.device
+                weight = None
+                if entry is None or not _is_changed(entry):
+                    if tensor.device != where:
+                        dense.update(dict.fromkeys(names, tensor.detach().to(where)))
+                    continue
+                if model.is_linear(names) and (only is None or any(map(only, names))):
+                    weight = self.weight(entry, where)
+                if weight is None:
+                    dense.update(dict.fromkeys(names, self.rebuilt(entry, where)))
+                    continue
+                if check:
+                    weight.check()
+                weights.update(dict.fromkeys(names, weight))
+        return weights, dense
+
+    def install(self, weights: dict[str, Weight], dense: dict[str, torch.Tensor], graphs: Graphs | None) -> Attached:
+        """Changes the model."""
+        model, entries = self.model, self.entries
+        stored_bytes = {weight.handle: self.stored(weight) for weight in weights.values()}
+        rebuilt = [name for name in dense if name in entries and _is_changed(entries[name])]
+        # Weights are registered only when none can be refused any more, so no compiled program finds a weight of a failed call.
+        for weight in weights.values():
+            weight.register()
+        parameters: dict[int, nn.Parameter] = {}
+        for name, tensor in dense.items():
+            model.set(name, tensor, parameters)
+        layers = model.convert(weights)
+        for name in {*weights, *rebuilt}:
+            model.drop_base(name, entries)
+        _add_checks(model.model)
+        if graphs is not None:
+            graphs.install(model.model)
+        return Attached(layers, sorted(rebuilt), sum(stored_bytes.values()), self.failures, graphs)
+
     def entry(self, names: list[str]) -> Entry | None:
         """The pair's entry for the tensor with these names."""
         entries = [self.entries[name] for name in names if name in self.entries]
@@ -509,9 +536,7 @@ class _OpenedPair:
         dtype, shape = next(
             ((dtype, shape) for name, dtype, shape in entry.bases if name == entry.name), (entry.dtype, entry.shape)
         )
-        if entry.base_kind != "prefix" and ([*tensor.shape] != shape or tensor.dtype != dtype_of(dtype)):
-            here = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise InvalidArgument(f"tensor {entry.name!r} is {here} here, and {dtype} {tuple(shape)} in the pair")
+        _check_kind(entry, entry.name, tensor, dtype, shape, "the pair")
         return entry
 
     def check_meta(self) -> None:
@@ -532,9 +557,7 @@ class _OpenedPair:
             raise InvalidArgument(f"tensor {entry.name!r} has the base {missing[0]!r}, which is not in the model")
         tensors = [self.model.tensors[name] for name, _, _ in entry.bases]
         for (name, dtype, shape), tensor in zip(entry.bases, tensors):
-            if entry.base_kind != "prefix" and ([*tensor.shape] != shape or tensor.dtype != dtype_of(dtype)):
-                here = f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise InvalidArgument(f"tensor {name!r} is {here} here, and {dtype} {tuple(shape)} in the base of the pair")
+            _check_kind(entry, name, tensor, dtype, shape, "the base of the pair")
         return tensors
 
     def on_device(self, device: torch.device) -> DevicePair:
@@ -551,8 +574,7 @@ class _OpenedPair:
         """The weight, if it can be rebuilt just in time."""
         base = self.base_of(entry)
         stays = self.payloads(entry.name) if callable(self.payloads) else self.payloads
-        if not isinstance(stays, str) or stays not in ("pinned", "device"):
-            raise InvalidArgument(f"payloads gives {stays!r} for {entry.name!r}: expected 'pinned' or 'device'")
+        _check_payloads(stays, f" for {entry.name!r}")
         if entry.base_kind == "prefix":
             return None
         if device.type == "cpu":

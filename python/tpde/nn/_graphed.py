@@ -215,11 +215,7 @@ class Graphs:
 
     @classmethod
     def of(cls, model: nn.Module, devices: set[torch.device]) -> Graphs:
-        """Graphs of a model whose layers are on these devices.
-
-        Raises:
-            InvalidArgument: Its calls cannot be captured.
-        """
+        """Graphs of a model whose layers are on these devices. Raises if its calls cannot be captured."""
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             found = ", ".join(sorted(map(str, devices))) or "no layer whose weight is rebuilt"
             raise InvalidArgument(f"graph=True: expected all layers on one CUDA device, found {found}")

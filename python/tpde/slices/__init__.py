@@ -25,12 +25,12 @@ import torch
 from .. import _errors
 from .._application import Outcome, SlicesApplication
 from .._arguments import check_kinds, check_needed
-from .._dtypes import byte_shape, is_packed
 from .._memory import check_writable, device_of
 from .._names import renamed
 from .._paths import Digest, Inspection, StrPath, inspect
 from .._progress import Progress
 from .._slices import Slice, device_of_slices
+from .._tensor import byte_shape, is_packed
 from .._torch_memory import dtype_of, same_bits
 from ..torch import _raise_versions_of_slices, apply_slices_
 from . import _map
@@ -544,12 +544,11 @@ def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> list
 
 def _explained(error: _errors.WrongBase, weights: Map, without: list[str], pair: Any, expect: Digest | None) -> _errors.TpdeError:
     """Compares each module with the base alone, and names those that do not hold it. Writes nothing."""
-    live, failed, held = weights._live(without), [], 0
+    failed, held = [], 0
+    modules = [module for one in weights.pieces if (module := module_of(one.parameter)) not in without]
     by_module: dict[str, list[Slice]] = {}
-    for one in weights.pieces:
-        if module_of(one.parameter) not in without:
-            memory = one.memory(live[one.parameter])
-            by_module.setdefault(module_of(one.parameter), []).append(Slice(one.tensor, one.index, memory))
+    for module, one in zip(modules, weights.slices(without=without)):
+        by_module.setdefault(module, []).append(one)
     names = {one.name for one in inspect(pair, expect=expect).tensors}
     for module, slices in by_module.items():
         first, _ = _map.without_copies(_map.in_pair(slices, weights._equal, names))

@@ -118,12 +118,8 @@ class Contents:
         return list(dict.fromkeys(names))
 
     def copy(self, copy: Copy) -> None:
-        """Adds a copy. It may replace constants.
-
-        Raises:
-            NotRecorded: Elements come from elsewhere already, or were read before.
-            NotRectangles: As it says.
-        """
+        """Adds a copy, which may replace constants. Raises ``NotRecorded`` for elements that come from elsewhere already, or were
+        read before, and ``NotRectangles``."""
         if copy in self.copies:
             return
         swapped = [Loop(loop.size, loop.memory, loop.source) for loop in copy.loops]
@@ -136,32 +132,20 @@ class Contents:
             self._copied.add(region, (copy.tensor, one))
 
     def fill(self, shape: Iterable[int], strides: Iterable[int], offset: int) -> None:
-        """Adds a write of constants.
-
-        Raises:
-            NotRecorded, NotRectangles: As for :meth:`copy`.
-        """
+        """Adds a write of constants. Raises as :meth:`copy`."""
         written = regions([*shape], [*strides], offset, self.shape)
         self._refuse_twice(written, "constants")
         self._refuse_late(written)
         self._filled += written
 
     def refuse(self, refusal: Refusal) -> None:
-        """Adds a write that a map cannot express.
-
-        Raises:
-            NotRecorded: Elements were read before.
-        """
+        """Adds a write that a map cannot express. Raises ``NotRecorded`` if elements were read before."""
         self._refuse_late([self._every])
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
     def read(self, loops: Iterable[Loop], offset: int) -> list[Run]:
-        """The elements that loops walk from ``offset`` on, in the order of their rectangles.
-
-        Raises:
-            NotRectangles: As it says.
-        """
+        """The elements that loops walk from ``offset`` on, in the order of their rectangles. Raises ``NotRectangles``."""
         runs: list[Run] = []
         for view in rectangles(loops, offset, self.shape, 0):
             region = Region(view.origin, view.extent)
@@ -199,11 +183,7 @@ class Contents:
                     raise NotRecorded(f"{where} is read before it is written", parameter=self.name)
 
     def replace(self) -> None:
-        """Adds a replacement of the memory.
-
-        Raises:
-            NotRecorded: Elements were read before.
-        """
+        """Adds a replacement of the memory. Raises ``NotRecorded`` if elements were read before."""
         self._refuse_late([self._every])
 
     def constants(self) -> list[Elements]:

@@ -191,11 +191,8 @@ class Memory:
         return one or self.values.get(storage_key(values))
 
     def runs(self, values: torch.Tensor, source: Known | Contents, to: Sequence[int]) -> list[Run]:
-        """The elements of a tensor, with strides of the destination. Leading dims that ``to`` lacks are of one element.
-
-        Raises:
-            NotRectangles: As it says.
-        """
+        """The elements of a tensor, with strides of the destination. Leading dims that ``to`` lacks are of one element. Raises
+        ``NotRectangles``."""
         skipped = values.dim() - len(to)
         loops = loops_of(values.shape[skipped:], values.stride()[skipped:], to)
         if isinstance(source, Contents):

@@ -65,11 +65,8 @@ def whole(shape: Sequence[int]) -> Origin:
 
 
 def follow(loops: Iterable[Loop], offset: int, origin: Origin) -> tuple[list[Loop], int]:
-    """Replaces strides and offset in a storage by those in the tensor that it comes from. Cuts loops where they cross a dim.
-
-    Raises:
-        NotRectangles: A loop begins or ends within a dim that it crosses.
-    """
+    """Replaces strides and offset in a storage by those in the tensor that it comes from. Cuts loops where they cross a dim. Raises
+    ``NotRectangles`` if a loop begins or ends within a dim that it crosses."""
     kept = [at for at, size in enumerate(origin.sizes) if size > 1]
     sizes, strides = [origin.sizes[at] for at in kept], [origin.strides[at] for at in kept]
     steps = contiguous(sizes)
@@ -105,11 +102,8 @@ def loops_of(shape: Sequence[int], source: Sequence[int], memory: Sequence[int])
 
 
 def rectangles(loops: Iterable[Loop], start: int, shape: Sequence[int], offset: int) -> list[Placed]:
-    """The rectangles of a tensor of this shape that loops walk from element ``start`` on, and where they are in memory.
-
-    Raises:
-        NotRectangles: There are more than :data:`MOST_RECTANGLES`.
-    """
+    """The rectangles of a tensor of this shape that loops walk from element ``start`` on, and where they are in memory. Raises
+    ``NotRectangles`` for more than :data:`MOST_RECTANGLES`."""
     loops, start = follow(merged(loops), start, whole(shape))
     steps = contiguous(shape)
     first = [start // step % max(size, 1) for step, size in zip(steps, shape)]
@@ -149,11 +143,8 @@ def merged(loops: Iterable[Loop]) -> list[Loop]:
 
 
 def with_rows(placed: Placed) -> list[Placed]:
-    """Cuts a rectangle into rectangles whose rows are contiguous and at equal, ascending distances.
-
-    Raises:
-        NotRectangles: The elements of a row are not contiguous, as in a transposed parameter.
-    """
+    """Cuts a rectangle into rectangles whose rows are contiguous and at equal, ascending distances. Raises ``NotRectangles`` if the
+    elements of a row are not contiguous, as in a transposed parameter."""
     dims = [dim for dim, extent in enumerate(placed.extent) if extent > 1]
     if not dims:
         return [placed]
@@ -256,11 +247,7 @@ def remaining(regions: Iterable[Region], others: Iterable[Region]) -> list[Regio
 
 
 def regions(shape: Sequence[int], strides: Sequence[int], offset: int, whole_shape: Sequence[int]) -> list[Region]:
-    """The elements of a view of a contiguous tensor of shape ``whole_shape``.
-
-    Raises:
-        NotRectangles: There are more than :data:`MOST_RECTANGLES`.
-    """
+    """The elements of a view of a contiguous tensor of shape ``whole_shape``. Raises as :func:`rectangles`."""
     if 0 in shape:
         return []
     placed = rectangles(loops_of(shape, strides, contiguous(shape)), offset, whole_shape, 0)

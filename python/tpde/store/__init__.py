@@ -72,7 +72,8 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
 class Store:
     """A store. It may be used by several threads, and in processes that are forked.
 
-    Calls raise :class:`tpde.StoreError`, also with the codes ``"request"``, ``"manifest"`` and ``"damaged"`` where they are not listed.
+    Calls raise :class:`tpde.StoreError`, also with the codes ``"request"``, ``"manifest"`` and ``"damaged"``, and ``"no_version"`` for a
+    branch or version that does not exist, where they are not listed.
     Ctrl-C ends each call.
 
     Args:
@@ -288,18 +289,13 @@ class Store:
         return loaded if target is None else {name: loaded.pop(name).to(target) for name in list(loaded)}
 
     def version(self, version: str) -> Version:
-        """The version of this name: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest one.
-
-        Raises:
-            StoreError (no_version): There is none.
-        """
+        """The version of this name: ``BRANCH@NUMBER``, or ``BRANCH`` for its newest one."""
         return report(Version, self._store.version(_text(version, "version")))
 
     def log(self, branch: str = "main", *, limit: int | None = None) -> list[Version]:
         """The versions of a branch, the newest first. With ``limit``, only so many, and the manifests of the others are not read.
 
         Raises:
-            StoreError (no_version): There is no such branch.
             InvalidArgument: ``limit`` is no number of at least 0.
         """
         check_kinds(limit=limit)
@@ -329,7 +325,6 @@ class Store:
         version that was its newest.
 
         Raises:
-            StoreError (no_version): There is no such branch.
             StoreError (conflict): A writer has stored a version first. The branch stays.
             StoreError (too_slow): As its code says.
         """
@@ -381,9 +376,6 @@ class Store:
     def verify(self, branch: str | None = None, *, rebuild: bool = False) -> VerifyReport:
         """Read all objects of a branch, or of all branches, and compare their digests. With ``rebuild``, also rebuild every version that
         needs nothing from outside, without writing it. Faults of versions are in the report.
-
-        Raises:
-            StoreError (no_version): There is no such branch.
         """
         check_kinds(rebuild=rebuild)
         text = self._store.verify(None if branch is None else _text(branch, "branch"), bool(rebuild))
@@ -462,22 +454,20 @@ def _put_arguments(
 def _selector(
     tensors: str | Iterable[str] | Callable[[str], bool] | None, parts: Mapping[str, Any] | None
 ) -> Callable[[dict[str, list[int]]], dict[str, tuple[list[int], list[int]]]] | None:
-    """A function that selects tensors by their shapes, which may be called several times; ``None`` if all are wanted."""
+    """A function that returns origin and extent of what is selected of tensors of these shapes, by name. It may be called several times.
+    ``None`` if all are wanted."""
     if tensors is None and not parts:
         return None
     if tensors is not None and not isinstance(tensors, str) and not callable(tensors):
         tensors = tuple(tensors)  # an iterator gives its items once
-    return partial(_selection, tensors, parts or {})
 
+    def select(shapes: dict[str, list[int]]) -> dict[str, tuple[list[int], list[int]]]:
+        names = set() if tensors is None else matching_names(shapes, tensors)
+        selection = {name: ([0] * len(shapes[name]), shapes[name]) for name in names}
+        for name, found in rectangles_of(parts or {}, shapes).items():
+            if len(found) != 1:
+                raise InvalidArgument(f"parts selects {len(found)} rectangles of tensor {name!r}: expected one")
+            selection[name] = found[0]
+        return selection
 
-def _selection(
-    tensors: str | Iterable[str] | Callable[[str], bool] | None, parts: Mapping[str, Any], shapes: dict[str, list[int]]
-) -> dict[str, tuple[list[int], list[int]]]:
-    """Origin and extent of what is selected, by name of the tensor."""
-    names = set() if tensors is None else matching_names(shapes, tensors)
-    selection = {name: ([0] * len(shapes[name]), shapes[name]) for name in names}
-    for name, found in rectangles_of(parts, shapes).items():
-        if len(found) != 1:
-            raise InvalidArgument(f"parts selects {len(found)} rectangles of tensor {name!r}: expected one")
-        selection[name] = found[0]
-    return selection
+    return select

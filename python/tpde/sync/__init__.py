@@ -46,7 +46,7 @@ from ._collective import Collective, Communicator, TorchGroup
 from ._folder import Folder
 from ._group import Group
 from ._outcome import Clock, Sync
-from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, written
+from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, stored_of, written
 from ._source import Snapshot, Source, rank_failed
 from ._subscriber import Subscriber
 
@@ -183,8 +183,7 @@ class Publisher:
                 with contextlib.suppress(ConnectionError):
                     self._channel.abort()
             raise
-        stored = [one for one in (record["difference"], record["whole"]) if one is not None]
-        pairs = {tuple(one["layouts"]): [pair["pair"] for pair in one["pairs"]] for one in stored}
+        pairs = {tuple(one["layouts"]): [pair["pair"] for pair in one["pairs"]] for one in stored_of(record)}
         # In one statement: the pairs are those of the version.
         self.version, self._last, self._pairs, self._tensors = Version(version, record["id"]), target, pairs, target.tensors
         clock.end("commit")
@@ -402,7 +401,7 @@ class Publisher:
     def _is_of_record(self, answer: dict[str, Any]) -> bool:
         assert self._channel is not None
         record = self._channel.version(self.version)
-        return answer["digests"] in [digests_of(stored) for stored in (record["difference"], record["whole"]) if stored is not None]
+        return answer["digests"] in map(digests_of, stored_of(record))
 
     def _not_acknowledged(self, version: int, failed: dict[str, str], waiting: list[str]) -> _errors.TpdeError:
         problems = [f"{name} failed: {error}" for name, error in failed.items()]

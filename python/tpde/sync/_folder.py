@@ -114,20 +114,13 @@ class Folder:
         Folder.commit(self, 0, record)
 
     def commit(self, version: int, record: dict[str, Any]) -> None:
-        """Makes a version visible, whose pairs are complete.
-
-        Raises:
-            InvalidArgument: The version exists: another publisher uses the folder.
-        """
+        """Makes a version visible, whose pairs are complete. Raises if it exists: another publisher uses the folder."""
         if not self._write(self.path / "versions" / f"{version:08}.json", record):
             raise InvalidArgument(f"version {version} exists already: another publisher uses {self.path}")
 
     def join(self, name: str, version: int, rectangles: Rectangles) -> tuple[str, str]:
         """Adds a subscriber that has this version, or takes the place of one with the same name. Returns its session and layout.
-
-        Raises:
-            SyncError (unknown_version, other_tensors): As for :meth:`admit`.
-        """
+        Raises as :meth:`admit`."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidArgument(f"a subscriber is named {name!r}: expected letters, digits, - and _")
         if not isinstance(rectangles, Mapping):

@@ -31,7 +31,7 @@ from .._version import Version
 from ..slices._cuts import Rectangles
 from ._collective import Collective, Messages, check_collective
 from ._folder import Folder
-from ._records import check_layout, indices_of
+from ._records import check_layout, indices_of, names_of
 
 _ENDINGS = (".tpde-index", ".tpde-blob")
 
@@ -118,9 +118,7 @@ class Group(Folder):
         """Sends versions that subscribers have missed, and waits until they have answered."""
         records = [(version, self.version(version)) for version in versions]
         for _, record in records:
-            for stored in (record["difference"], record["whole"]):
-                names = [one["pair"] for one in (stored or {}).get("pairs", ())]
-                self._queue([name for name in names if self._has(name)], is_new=False)
+            self._queue([name for name in names_of(record) if self._has(name)], is_new=False)
         self._flush()
         self._send_commit(records)
         self.collect(fresh=False)
@@ -195,10 +193,8 @@ class Group(Folder):
             if 0 < old <= version - self._history:
                 record = self.version(old)
                 (self.path / "versions" / f"{old:08}.json").unlink()
-                for stored in (record["difference"], record["whole"]):
-                    for one in (stored or {}).get("pairs", ()):
-                        for path in self._files(one["pair"]):
-                            path.unlink(missing_ok=True)
+                for path in [path for name in names_of(record) for path in self._files(name)]:
+                    path.unlink(missing_ok=True)
 
     # The subscribers' half.
 

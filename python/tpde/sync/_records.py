@@ -42,20 +42,29 @@ def indices_of(plain: dict[str, Any]) -> dict[str, Any]:
     return {name: [tuple(slice(*bounds) for bounds in index) for index in indices] for name, indices in plain.items()}
 
 
+def stored_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pairs of a version that its record names: as a difference, as a whole, or both."""
+    return [one for one in (record["difference"], record["whole"]) if one is not None]
+
+
 def digests_of(stored: dict[str, Any]) -> list[str]:
     """Digests of the pairs of a version."""
     return [one["digest"] for one in stored["pairs"]]
+
+
+def names_of(record: dict[str, Any]) -> list[str]:
+    """Names of all pairs of a version."""
+    return [one["pair"] for stored in stored_of(record) for one in stored["pairs"]]
 
 
 def check_record(record: Any) -> None:
     """Raises for what is no record of a version: ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError``."""
     _expect(record["bytes"], int), _expect(record["favor"], str)
     _expect(record["changed"], float, int, None), _expect(record.get("id"), str, None)
-    for stored in (record["difference"], record["whole"]):
-        if stored is not None:
-            _expect(stored["pairs"], list), _expect(stored["layouts"], list)
-            for one in stored["pairs"]:
-                _expect(one["pair"], str), _expect(one["digest"], str)
+    for stored in stored_of(record):
+        _expect(stored["pairs"], list), _expect(stored["layouts"], list)
+        for one in stored["pairs"]:
+            _expect(one["pair"], str), _expect(one["digest"], str)
     for dtype, shape in (record.get("tensors") or {}).values():
         _expect(dtype, str)
         _check_numbers(shape)
