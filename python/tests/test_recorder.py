@@ -375,7 +375,7 @@ def test_repacked_modules_take_the_second_way(ranks: int, tmp_path: Path) -> Non
 
 def test_what_is_kept_is_on_the_cpu_and_parameters_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls change them. Both are checked before the first write, and one that ends between the two is continued."""
-    monkeypatch.setattr(tpde.slices, "_is_mixed", lambda live, kept: bool(live and kept))
+    monkeypatch.setattr(tpde.slices, "_groups", lambda live, kept: [live, kept] if live and kept else [[*live, *kept]])
     every = Ranks(Repacking, 1, tmp_path)
     (model,), (found,) = every.models, every.maps
     model.load_weights(every.base.items())
@@ -388,15 +388,15 @@ def test_what_is_kept_is_on_the_cpu_and_parameters_are_not(tmp_path: Path, monke
         tpde.slices.apply_(found, every.pair, kept=kept, reload=model.load_weights)
     assert same(model.parameters, before)
     kept.slices[0].tensor.view(torch.uint8)[0] ^= 1
-    change, calls = tpde.slices.apply_slices_, []
+    change, calls = tpde.slices.SlicesApplication.apply, []
 
-    def end_before_the_last(slices: Any, pair: Any, **how: Any) -> Any:
-        calls.append(slices)
+    def end_before_the_last(application: Any, *how: Any) -> Any:
+        calls.append(application)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return change(slices, pair, **how)
+        return change(application, *how)
 
-    monkeypatch.setattr(tpde.slices, "apply_slices_", end_before_the_last)
+    monkeypatch.setattr(tpde.slices.SlicesApplication, "apply", end_before_the_last)
     with pytest.raises(KeyboardInterrupt):
         tpde.slices.apply_(found, every.pair, kept=kept, reload=model.load_weights)
     report = tpde.slices.apply_(found, every.pair, kept=kept, reload=model.load_weights)

@@ -15,7 +15,7 @@ from .._device import DevicePair, SideStream
 from .._paths import open_pair
 from .._slices import device_of_slices
 from .._version import Version
-from ..slices import Loader, Map, Prepared, prepare
+from ..slices import Loader, Map, prepare
 from ..slices import _map
 from ..slices._kept import Kept
 from ..torch import apply_slices_
@@ -25,6 +25,11 @@ from ._outcome import Clock, Sync
 from ._records import digests_of, steps
 
 _log = logging.getLogger("tpde")
+
+#: Versions, and whether each is whole.
+_Steps = list[tuple[int, bool]]
+#: Applies versions, and returns the modules that the engine loaded again.
+_Commit = Callable[[], list[str]]
 
 
 class Subscriber:
@@ -68,13 +73,11 @@ class Subscriber:
         #: The version that the parameters hold.
         self.version = channel.admit(version, rectangles)
         self._session, self._layout = channel.join(name, self.version, rectangles)
-        self._staged: list[tuple[int, bool]] = []
+        self._staged: _Steps = []
         #: Answers to be sent, with their versions.
         self._answers: list[tuple[int, dict[str, Any]]] = []
-        #: The first staged version, ready to be applied.
-        self._prepared: tuple[tuple[int, bool], Prepared] | None = None
-        #: All staged versions, ready to be applied in one commit.
-        self._at_once: Callable[[], object] | None = None
+        #: The staged versions that one commit applies, and what applies them.
+        self._planned: tuple[_Steps, _Commit | None] = [], None
         self._clock = Clock()
         self._busy = threading.Lock()
         #: What is staged must not wait for tokens that are generated on the current stream.
@@ -165,7 +168,7 @@ class Subscriber:
         finally:
             self._busy.release()
 
-    def _path(self) -> list[tuple[int, bool]]:
+    def _path(self) -> _Steps:
         self.version = self._channel.identify(self.version)
         versions = self._channel.versions()
         return (steps(self._channel, self.version, versions[-1], self._layout) or []) if versions else []
@@ -173,7 +176,7 @@ class Subscriber:
     def _stage(self, *, check_folder: bool) -> None:
         if self._answers:
             self._answer()
-        self._prepared, self._at_once, self._clock = None, None, Clock()
+        self._planned, self._clock = ([], None), Clock()
         self._staged = self._path()
         if not self._staged and self._channel.is_live:
             self._checker.begin(self.version)
@@ -193,17 +196,21 @@ class Subscriber:
                 for version, whole in self._staged:
                     self._merged(version, whole=whole)
                 self._clock.end("merge")
-                self._at_once = self._catch_up()
-                if self._at_once is None:
-                    self._prepared = self._staged[0], self._prepare(self._staged[0][0], whole=self._staged[0][1])
+                self._planned = self._staged, self._plan(self._staged)
+                if self._planned[1] is None:
+                    self._planned = self._staged[:1], self._plan(self._staged[:1])
                 self._clock.end("plan")
 
-    def _prepare(self, version: int, *, whole: bool) -> Prepared:
-        """Makes a version ready."""
+    def _plan(self, staged: _Steps) -> _Commit | None:
+        """Makes versions ready for one commit; ``None`` if several cannot be applied in one."""
+        if len(staged) > 1:
+            return self._catch_up(staged)
+        version, whole = staged[0]
         pair, expect = self._merged(version, whole=whole)
         # Digests of the targets that a check has compared are not computed again. Sums find parameters that have changed since.
         digests = not self._checker.has_checked(self._stored(version, whole=whole)["pairs"])
-        return prepare(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect, digests=digests)
+        prepared = prepare(self._weights, pair, kept=self._kept, reload=self._reload, expect=expect, digests=digests)
+        return lambda: prepared.apply().reloaded
 
     def _stored(self, version: int, *, whole: bool) -> dict[str, Any]:
         stored: dict[str, Any] = self._channel.version(version)["whole" if whole else "difference"]
@@ -220,74 +227,67 @@ class Subscriber:
     def _commit(self) -> list[Sync]:
         self._side.precede()
         try:
-            done = self._apply_at_once()
+            done = self._apply(self._staged) if len(self._staged) > 1 else []
             staged, self._staged = self._staged, []
-            return done or [self._apply(version, whole=whole) for version, whole in staged]
+            return done or [sync for one in staged for sync in self._apply([one])]
         finally:
             self._side.follow()  # copies of parameters, and a reload, may still be queued
-            self._prepared, self._at_once, self._staged = None, None, []
+            self._planned, self._staged = ([], None), []
 
-    def _catch_up(self) -> Callable[[], object] | None:
+    def _catch_up(self, staged: _Steps) -> _Commit | None:
         """Makes several versions ready for one commit, in which all are checked before the first write. Their payloads are then in
         pinned memory. ``None`` unless all parameters can be patched on a CUDA device, each element at one place."""
         weights, scratch = self._weights, self._scratch
-        if len(self._staged) < 2 or self._kept is not None or weights._equal or any(one.parameter for one in weights.refusals):
+        if self._kept is not None or weights._equal or any(one.parameter for one in weights.refusals):
             return None
         slices = weights.slices()
         device = device_of_slices(slices)
         if device is None or _map.without_copies(slices)[1]:
             return None
         opened = []
-        for path, digest in [self._merged(version, whole=whole) for version, whole in self._staged]:
+        for path, digest in [self._merged(version, whole=whole) for version, whole in staged]:
             pair = open_pair(path, expect=digest)
             opened.append(DevicePair._of_opened(path, pair, device, payloads="pinned"))
-        return lambda: apply_slices_(_map.without_copies(weights.slices())[0], tuple(opened), scratch=scratch)
 
-    def _apply_at_once(self) -> list[Sync]:
-        """Applies all staged versions in one commit; nothing if that is not possible."""
-        clock = Clock()
-        records = [(version, self._channel.version(version), whole) for version, whole in self._staged]
-        answers = [(version, self._answer_of(version, whole=whole)) for version, whole in self._staged]
+        def commit() -> list[str]:
+            apply_slices_(_map.without_copies(weights.slices())[0], tuple(opened), scratch=scratch)
+            return []
+
+        return commit
+
+    def _apply(self, staged: _Steps) -> list[Sync]:
+        """Applies versions in one commit. Returns nothing if several must be applied one after the other."""
+        records = [self._channel.version(version) for version, _ in staged]
+        answers = [(version, self._answer_of(version, whole=whole)) for version, whole in staged]
+        clock, commit = Clock(), self._planned[1] if self._planned[0] == staged else None
         try:
-            if self._at_once is not None:
+            if commit is not None:
+                self._planned = [], None
                 clock.milliseconds.update(self._clock.milliseconds)
             else:
-                self._at_once = self._catch_up()
+                commit = self._plan(staged)
                 clock.end("plan")
-            if self._at_once is None:
+            if commit is None:
                 return []
-            self._at_once()
+            reloaded = commit()
         except BaseException as error:
-            if self._is_for_single_versions(error):
+            if len(staged) > 1 and _is_for_single_versions(error, is_planned=commit is not None):
                 _log.info("%s applies versions one after the other: %s", self._name, error)
                 return []
-            failed = error.number - 1 if isinstance(error, _errors.Step) else 0
-            version, answer = answers[failed]
+            version, answer = answers[error.number - 1 if isinstance(error, _errors.Step) else 0]
             self._answers.append((version, {**answer, "error": _errors.reason_of(error)}))
             raise
         clock.end("apply")
-        self.version = Version(records[-1][0], records[-1][1].get("id"))
+        self.version = Version(staged[-1][0], records[-1].get("id"))
         self._answers += answers
         done = [
             Sync(version, record["bytes"], None if whole else record["changed"], record["favor"])
-            for version, record, whole in records
+            for (version, whole), record in zip(staged, records)
         ]
         done[-1].milliseconds.update(clock.milliseconds)
-        _log.info("%s has applied in one commit %s", self._name, done)
+        done[-1].reloaded.extend(reloaded)
+        _log.info("%s has applied %s", self._name, done)
         return done
-
-    def _is_for_single_versions(self, error: BaseException) -> bool:
-        """Whether versions must be applied one after the other to succeed, or to find out which one is at fault. Nothing was
-        written."""
-        if not isinstance(error, _errors.TpdeError):
-            return False
-        if self._at_once is None:
-            return True  # one cannot be opened or merged, or together they need too much memory
-        if isinstance(error, _errors.Step):
-            # The first version alone is found to be applied already, or the weights to be packed anew.
-            return error.number == 1 and isinstance(error.__cause__, _errors.WrongBase | _errors.AlreadyApplied)
-        # The versions have other parts or tensors, or need too much memory.
-        return isinstance(error, _errors.InvalidArgument | _errors.OutOfMemory)
 
     def _answer(self) -> None:
         """Sends each answer once. Deletes merged pairs, which takes too long for a pause of the engine."""
@@ -298,24 +298,15 @@ class Subscriber:
             self._channel.answer(self._name, self._session, version, answer)
         self._channel.answered(self.version)
 
-    def _apply(self, version: int, *, whole: bool) -> Sync:
-        record = self._channel.version(version)
-        clock, answer = Clock(), self._answer_of(version, whole=whole)
-        (staged, prepared), self._prepared = self._prepared or (None, None), None
-        try:
-            if prepared is None or staged != (version, whole):
-                prepared = self._prepare(version, whole=whole)
-                clock.end("plan")
-            else:
-                clock.milliseconds.update(self._clock.milliseconds)
-            report = prepared.apply()
-        except BaseException as error:
-            self._answers.append((version, {**answer, "error": _errors.reason_of(error)}))
-            raise
-        self.version = Version(version, record.get("id"))
-        clock.end("apply")
-        self._answers.append((version, answer))
-        changed = None if whole else record["changed"]
-        sync = Sync(version, record["bytes"], changed, record["favor"], clock.milliseconds, report.reloaded)
-        _log.info("%s has applied %s", self._name, sync)
-        return sync
+
+def _is_for_single_versions(error: BaseException, *, is_planned: bool) -> bool:
+    """Whether versions must be applied one after the other to succeed, or to find out which one is at fault. Nothing was written."""
+    if not isinstance(error, _errors.TpdeError):
+        return False
+    if not is_planned:
+        return True  # one cannot be opened or merged, or together they need too much memory
+    if isinstance(error, _errors.Step):
+        # The first version alone is found to be applied already, or the weights to be packed anew.
+        return error.number == 1 and isinstance(error.__cause__, _errors.WrongBase | _errors.AlreadyApplied)
+    # The versions have other parts or tensors, or need too much memory.
+    return isinstance(error, _errors.InvalidArgument | _errors.OutOfMemory)
