@@ -48,8 +48,7 @@ from ._errors import (
     WrongBase,
     former,
 )
-from ._chain import fold, revert
-from ._merge import MergeReport, merge, subset
+from ._merge import MergeReport, fold, merge, revert, subset
 from ._open import SafeSlice, safe_open
 from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, UnusedBase, VerifyReport, apply, encode, inspect, verify
 from ._slices import Slice

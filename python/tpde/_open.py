@@ -13,8 +13,7 @@ from . import _tpde
 from ._arguments import check_kinds, check_name
 from ._errors import InvalidArgument, make_error
 from ._index import complete, selected
-from ._memory import describe_each, device_of, together
-from ._numpy_memory import NumPyAllocator
+from ._memory import NumPyAllocator, describe_each, device_of, together
 from ._paths import Digest, StrPath, check_digest, is_path, open_pair, path_of
 from ._progress import Progress, progress_callback
 from ._tensor import Entry, Memories, is_packed

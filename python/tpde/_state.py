@@ -15,12 +15,12 @@ from ._application import Mode, Outcome, apply_steps, on_device, opened_of, spli
 from ._arguments import check_kinds, check_needed
 from ._errors import InvalidArgument, and_more
 from ._memory import check_writable, describe_all, describe_each, device_of, places_of
+from ._names import first_names, fitting, groups, prefix_of, rank_of, renamed
 from ._open import Reader, bases, state_of
 from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, new_pair_of, open_pair, path_of, report
 from ._progress import Progress, progress_callback
 from ._slices import Slice, checked, describe_saved, device_of_slices, is_slices
 from ._tensor import Entry, Memories
-from ._names import first_names, fitting, groups, prefix_of, rank_of, renamed
 
 
 def load(

@@ -55,17 +55,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
 from ._arguments import check_kinds, check_needed
-from .slices._cuts import index_of
 from ._errors import InvalidArgument, StoreError, make_error
 from ._memory import check_writable, describe
 from ._merge import merge
-from .slices._model import memory_range
 from ._options import ShardOptions, checked
 from ._paths import StrPath, path_or_none
 from ._scratch import scratch
 from ._slices import Slice, describe_saved, describe_slices
-from ._torch_memory import dtype_of, has_name
 from ._tensor import Entry
+from ._torch_memory import dtype_of, has_name
+from .slices._cuts import index_of
+from .slices._model import memory_range
 from .store import Store, Version, have_of
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from .._errors import InvalidArgument, and_more
 from .._open import Reader, state_of
 from .._paths import Digest, StrPath, check_digest, open_pair
 from .._progress import Progress, check_progress
-from .._read_only import ReadOnly
 from .._tensor import Entry
-from .._torch_memory import check_device, dtype_of, same_bits
+from .._torch_memory import ReadOnly, check_device, dtype_of, same_bits
 from . import _operator
 from ._capture import Graph
 from ._fixed import Counted
