@@ -33,20 +33,36 @@ pub(crate) fn in_batches_of<J: Send, R: Send>(
     work: impl Fn(&mut J) -> Result<R> + Sync,
     mut done: impl FnMut(J, R) -> Result<()>,
 ) -> Result<()> {
+    batches_of(batch_bytes, jobs, bytes).try_for_each(|batch| in_parallel(batch, &work, &mut done))
+}
+
+/// Divides jobs into batches. For callers that prepare each batch.
+pub(crate) fn batches<J>(jobs: impl IntoIterator<Item = J>, bytes: impl Fn(&J) -> u64) -> impl Iterator<Item = Vec<J>> {
+    batches_of(BATCH_BYTES, jobs, bytes)
+}
+
+fn batches_of<J>(batch_bytes: u64, jobs: impl IntoIterator<Item = J>, bytes: impl Fn(&J) -> u64) -> impl Iterator<Item = Vec<J>> {
     let mut jobs = jobs.into_iter().peekable();
-    while jobs.peek().is_some() {
+    std::iter::from_fn(move || {
         let mut batch = Vec::new();
         let mut size = 0;
         while let Some(job) = jobs.next_if(|_| size < batch_bytes) {
             size += bytes(&job).max(64); // an empty job has a cost too
             batch.push(job);
         }
-        let results: Vec<_> = batch.par_iter_mut().with_max_len(1).map(&work).collect();
-        for (job, result) in batch.into_iter().zip(results) {
-            done(job, result?)?;
-        }
-    }
-    Ok(())
+        (!batch.is_empty()).then_some(batch)
+    })
+}
+
+/// Runs the jobs of a batch on all threads of the pool, and passes the results to `done` in order. Returns the first error in the
+/// order of the jobs.
+pub(crate) fn in_parallel<J: Send, R: Send>(
+    mut batch: Vec<J>,
+    work: impl Fn(&mut J) -> Result<R> + Sync,
+    mut done: impl FnMut(J, R) -> Result<()>,
+) -> Result<()> {
+    let results: Vec<_> = batch.par_iter_mut().with_max_len(1).map(&work).collect();
+    batch.into_iter().zip(results).try_for_each(|(job, result)| done(job, result?))
 }
 
 /// Pool of contexts or buffers that are expensive to create. A thread takes an item for a job, and returns the item after it.

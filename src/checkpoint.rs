@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::DIGEST_SIZE;
 use tpde_core::lane::Dtype;
-use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::layout::StridedLayout;
+use tpde_core::rectangle::Rectangle;
 
 /// Name, dtype and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,7 +85,7 @@ pub trait Checkpoint: Sync {
     /// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on, if the checkpoint stores that
     /// rectangle apart from the rest of the tensor, or must not be read between its runs. Returns whether it did.
     #[doc(hidden)]
-    fn read_part(&self, _tensor_index: usize, _runs: &Runs, _offset: u64, _out: &mut [u8]) -> Result<bool> {
+    fn read_part(&self, _tensor_index: usize, _runs: &StridedLayout, _offset: u64, _out: &mut [u8]) -> Result<bool> {
         Ok(false)
     }
 
@@ -143,7 +144,7 @@ pub struct ReadDigest<'a> {
     /// Index of the tensor in the checkpoint.
     pub tensor_index: usize,
     /// The bytes of the rectangle; `None` for the whole tensor.
-    pub runs: Option<Runs>,
+    pub runs: Option<StridedLayout>,
     /// BLAKE3-128; `None` if the bytes were read but not hashed.
     pub digest: Option<&'a [u8; DIGEST_SIZE]>,
 }

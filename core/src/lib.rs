@@ -89,6 +89,7 @@ pub mod floats;
 pub mod format;
 pub mod index;
 pub mod lane;
+pub mod layout;
 pub mod limits;
 mod prelude;
 pub mod rectangle;

@@ -185,134 +185,6 @@ fn gap_from(parts: &[Rectangle], within: &Rectangle, dim: usize) -> Option<Recta
     (next < end).then(|| within.with(dim, next..end))
 }
 
-/// The bytes of a rectangle within the bytes of its tensor: runs of equal length.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Runs {
-    /// Offset of the first run in the tensor.
-    start: u64,
-    /// Length of a run.
-    run: u64,
-    /// Number of runs and distance between them, for each dimension that lies outside of a run, from the outermost.
-    dims: Vec<(u64, u64)>,
-}
-
-impl Runs {
-    /// The runs of a rectangle that has no [`part_fault`], or that is the whole tensor. All results are in bytes.
-    pub fn new(bits: u64, shape: &[u64], origin: &[u64], extent: &[u64]) -> Self {
-        let Some(last) = cut_dim(shape, extent) else {
-            let bytes = if shape.contains(&0) { 0 } else { bits * shape.iter().product::<u64>() / 8 };
-            return Self { start: 0, run: bytes, dims: Vec::new() };
-        };
-        let mut stride = bits * shape[last + 1..].iter().product::<u64>();
-        let mut start = origin[last] * stride;
-        let run = extent[last] * stride / 8;
-        let mut dims: Vec<(u64, u64)> = Vec::new();
-        for i in (0..last).rev() {
-            stride *= shape[i + 1];
-            start += origin[i] * stride;
-            match dims.last_mut() {
-                // This dimension continues where the one within it ends.
-                Some((count, distance)) if *count * *distance == stride / 8 => *count *= extent[i],
-                _ if extent[i] > 1 => dims.push((extent[i], stride / 8)),
-                _ => {}
-            }
-        }
-        dims.reverse();
-        Self { start: start / 8, run, dims }
-    }
-
-    /// Size of the rectangle.
-    pub fn bytes(&self) -> u64 {
-        self.run * self.dims.iter().map(|(count, _)| count).product::<u64>()
-    }
-
-    /// Length of a run in bytes.
-    #[expect(clippy::len_without_is_empty, reason = "no caller needs is_empty")]
-    pub fn len(&self) -> u64 {
-        self.run
-    }
-
-    /// Whether there are several runs.
-    pub fn is_scattered(&self) -> bool {
-        !self.dims.is_empty()
-    }
-
-    /// Offset in the tensor of byte `offset` of the rectangle. It ascends with `offset`.
-    pub fn at(&self, offset: u64) -> u64 {
-        let mut number = offset / self.run;
-        let mut at = self.start + offset % self.run;
-        for (count, distance) in self.dims.iter().rev() {
-            at += number % count * distance;
-            number /= count;
-        }
-        at
-    }
-
-    /// Offset of the first byte in the tensor.
-    pub fn start(&self) -> u64 {
-        self.start
-    }
-
-    /// Offset in the tensor after the last byte.
-    pub fn end(&self) -> u64 {
-        self.start + self.run + self.dims.iter().map(|(count, distance)| (count - 1) * distance).sum::<u64>()
-    }
-
-    /// Number of bytes of the rectangle before byte `offset` of the tensor.
-    pub fn before(&self, offset: u64) -> u64 {
-        let Some(mut rest) = offset.checked_sub(self.start) else { return 0 };
-        let mut before = 0;
-        let mut inner = self.bytes();
-        for (count, distance) in &self.dims {
-            inner /= count;
-            let whole = (rest / distance).min(*count);
-            before += whole * inner;
-            if whole == *count {
-                return before;
-            }
-            rest -= whole * distance;
-        }
-        before + rest.min(self.run)
-    }
-
-    /// Whether other rectangles of the tensor, which may overlap, have all these bytes.
-    pub fn is_covered_by(&self, others: &[Self]) -> bool {
-        let covered_from = |at: u64, other: &Self| {
-            let offset = other.before(at);
-            (offset < other.bytes() && other.at(offset) == at).then(|| other.run - offset % other.run)
-        };
-        let each = |at: u64, range: Range<usize>| {
-            let (mut at, end) = (at, at + range.len() as u64);
-            while at < end {
-                at += others.iter().filter_map(|other| covered_from(at, other)).max().ok_or(())?;
-            }
-            Ok::<_, ()>(())
-        };
-        self.try_each(0, self.bytes() as usize, each).is_ok()
-    }
-
-    /// Goes through `size` bytes of the rectangle, from its byte `offset` on. For each run, calls `each` with the offset of
-    /// the run in the tensor, and the range of the run within these bytes.
-    pub fn try_each<E>(&self, offset: u64, size: usize, mut each: impl FnMut(u64, Range<usize>) -> Result<(), E>) -> Result<(), E> {
-        let mut done = 0;
-        while done < size {
-            let offset = offset + done as u64;
-            let end = size.min(done.saturating_add((self.run - offset % self.run) as usize));
-            each(self.at(offset), done..end)?;
-            done = end;
-        }
-        Ok(())
-    }
-
-    /// Offset in the tensor of `size` bytes of the rectangle, if they are contiguous there.
-    pub fn contiguous(&self, offset: u64, size: usize) -> Option<u64> {
-        if size == 0 || self.run == 0 {
-            return Some(self.start);
-        }
-        (offset % self.run + size as u64 <= self.run).then(|| self.at(offset))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -347,53 +219,6 @@ mod tests {
     }
 
     proptest! {
-        #[test]
-        fn runs_are_covered_if_all_their_elements_are(
-            (shape, origin, extent) in rectangles(),
-            others in prop::collection::vec((any::<u64>(), any::<u64>()), 0..4),
-        ) {
-            let cut = |(a, b): (u64, u64)| -> (Vec<u64>, Vec<u64>) {
-                let origin: Vec<_> = shape.iter().map(|dim| a % 3 % dim).collect();
-                let extent = shape.iter().zip(&origin).map(|(dim, origin)| 1 + b % (dim - origin)).collect();
-                (origin, extent)
-            };
-            let others: Vec<_> = others.into_iter().map(cut).collect();
-            let covered: Vec<_> = others.iter().flat_map(|(origin, extent)| elements(&shape, origin, extent)).collect();
-            let expected = elements(&shape, &origin, &extent).iter().all(|element| covered.contains(element));
-            let runs = |origin: &[u64], extent: &[u64]| Runs::new(16, &shape, origin, extent);
-            let others: Vec<_> = others.iter().map(|(origin, extent)| runs(origin, extent)).collect();
-            prop_assert_eq!(runs(&origin, &extent).is_covered_by(&others), expected);
-        }
-
-        #[test]
-        fn runs_are_the_elements_of_a_rectangle((shape, origin, extent) in rectangles(), from in any::<u64>(), to in any::<u64>()) {
-            let expected = elements(&shape, &origin, &extent);
-            let runs = Runs::new(16, &shape, &origin, &extent);
-            prop_assert_eq!(runs.bytes(), 2 * expected.len() as u64);
-            let from = from % (runs.bytes() + 1);
-            let size = (to % (runs.bytes() - from + 1)) as usize;
-            let mut found = Vec::new();
-            runs.try_each(from, size, |at, range| -> Result<(), ()> {
-                prop_assert_eq_ok(found.len(), range.start);
-                found.extend(at..at + range.len() as u64);
-                Ok(())
-            }).unwrap();
-            let bytes: Vec<u64> = expected.iter().flat_map(|element| [2 * element, 2 * element + 1]).collect();
-            prop_assert_eq!(&found[..], &bytes[from as usize..][..size]);
-            prop_assert_eq!((runs.start(), runs.end()), (bytes[0], bytes[bytes.len() - 1] + 1));
-            for offset in 0..=2 * shape.iter().product::<u64>() + 3 {
-                let before = bytes.iter().filter(|byte| **byte < offset).count() as u64;
-                prop_assert_eq!(runs.before(offset), before, "before {}", offset);
-            }
-            let is_contiguous = found.windows(2).all(|pair| pair[0] + 1 == pair[1]);
-            match runs.contiguous(from, size) {
-                Some(at) if size > 0 => prop_assert!(is_contiguous && at == found[0]),
-                Some(_) => {}
-                // Runs may touch where the rectangle ends at the end of a row and goes on at the beginning of the next.
-                None => prop_assert!(size > 0),
-            }
-        }
-
         #[test]
         fn a_part_that_precedes_another_shares_no_element_with_it((shape, a, b) in rectangles(), other in any::<[u64; 8]>()) {
             let dims = || shape.iter().enumerate();
@@ -495,10 +320,6 @@ mod tests {
     fn a_rectangle_is_shown_as_an_index() {
         assert_eq!(Rectangle::new([0, 64], [512, 1]).to_string(), "[0:512, 64:65]");
         assert_eq!(Rectangle::new([], []).to_string(), "[]");
-    }
-
-    fn prop_assert_eq_ok(a: usize, b: usize) {
-        assert_eq!(a, b);
     }
 
     #[test]

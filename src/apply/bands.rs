@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io::Result;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tpde_core::rectangle::Runs;
+use tpde_core::layout::StridedLayout;
 
 /// Size in bytes of a block of a tensor.
 const BLOCK: u64 = 1 << 20;
@@ -17,8 +17,8 @@ const MAX_BLOCKS: usize = 64;
 const LONG_RUN: u64 = 64 << 10;
 
 /// Whether writing these runs one by one is expensive.
-pub(super) fn are_short(runs: &Runs) -> bool {
-    runs.is_scattered() && runs.len() < LONG_RUN
+pub(super) fn are_short(runs: &StridedLayout) -> bool {
+    runs.is_scattered() && runs.run() < LONG_RUN
 }
 
 /// A tensor whose parts are gathered, in a file.
@@ -64,7 +64,7 @@ impl Bands {
     pub fn put(
         &self,
         target: Target,
-        runs: &Runs,
+        runs: &StridedLayout,
         offset: u64,
         bytes: &[u8],
         write: impl Fn(&[u8], u64) -> Result<()>,
@@ -154,7 +154,8 @@ mod tests {
         let file = RefCell::new(vec![0; (start + target.size) as usize]);
         let expected: Vec<u8> = (0..target.size).map(|at| (at % 251) as u8 + 1).collect();
         let bands = Bands::default();
-        let runs: Vec<_> = (0..3).map(|column| Runs::new(8, &[rows, 3], &[0, column], &[rows, 1])).collect();
+        let runs: Vec<_> =
+            (0..3).map(|column| StridedLayout::of_rectangle(8, &[rows, 3], None, &[0, column], &[rows, 1])).collect();
         let mut pieces = Vec::new();
         for column in 0..3 {
             pieces.extend((0..rows).step_by(1000).map(|row| (row, column, 1000.min(rows - row) as usize)));

@@ -5,8 +5,9 @@ use super::find::find_base;
 use super::in_place::{InPlace, InPlaceRun, TensorMut};
 use super::kept::KEPT_PAYLOADS;
 use super::moves::Moves;
+use super::plan::{Item, Plan};
 use super::range::{self, Changes};
-use super::run::{ApplyReport, Run, Sink};
+use super::request::{ApplyReport, Request, Sink};
 use super::slices;
 use super::slices_to_path::{self, GROUP_BYTES, Output};
 use super::to_path;
@@ -145,7 +146,7 @@ impl<'a, B: Source> Apply<'a, B> {
         if self.base.is_none() {
             self.check_needs_no_base()?;
         }
-        to_path::write(&self.unchecked_run(), self.base_files(), self.is_selection, path.as_ref(), self.overwrite)
+        to_path::write(&self.unchecked_request(), self.base_files(), self.is_selection, path.as_ref(), self.overwrite)
     }
 
     /// Rebuilds the selected tensors in new memory, in ascending order of name. To reuse memory, call [`Apply::to_buffers`].
@@ -176,7 +177,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`Error::WrongBase`], [`Error::AlreadyApplied`] or [`Error::Invalid`]: discard the buffers. [`Error::InvalidArgument`] if
     /// a buffer's length is wrong.
     pub fn to_buffers(&self, outputs: &mut [&mut [u8]]) -> Result<ApplyReport> {
-        self.run()?.to_buffers(outputs)
+        self.request()?.to_buffers(outputs)
     }
 
     /// Rebuilds into a sink, chunk by chunk. After an error, discard what the sink has received.
@@ -184,7 +185,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// # Errors
     /// The errors of [`Apply::to_buffers`] and of the sink.
     pub fn to_sink(&self, sink: &dyn Sink) -> Result<ApplyReport> {
-        self.run()?.to_sink(sink)
+        self.request()?.to_sink(sink)
     }
 
     /// Rebuilds the target and discards it, to check that this base and this pair give the target.
@@ -192,7 +193,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// # Errors
     /// The errors of [`Apply::to_buffers`].
     pub fn verify(&self) -> Result<VerifyReport> {
-        self.run()?.verify()
+        self.request()?.verify()
     }
 
     /// The bytes of a range of elements of a tensor. Decodes only the chunks that have bytes of the range, also where the pair has
@@ -205,7 +206,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`Error::InvalidArgument`] if the pair has no such tensor, the tensor no such range, or the pair only some elements of the
     /// range; [`Error::Io`] if the memory cannot be allocated; otherwise the errors of [`Apply::to_buffers`].
     pub fn range(&self, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
-        range::range(&self.run_for(self.pair.index().entries(name))?, name, elements)
+        range::range(&self.request_for(self.pair.index().entries(name))?, name, elements)
     }
 
     /// The elements of a tensor whose bits differ between base and target, in ascending order, with their new values. An element
@@ -218,7 +219,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`Error::InvalidArgument`] if the pair has no such tensor; [`Error::Incomplete`] if it has only some parts of the tensor;
     /// otherwise the errors of [`Apply::to_buffers`].
     pub fn changes(&self, name: &str) -> Result<Changes> {
-        range::changes(&self.run_for(self.pair.index().entries(name))?, name)
+        range::changes(&self.request_for(self.pair.index().entries(name))?, name)
     }
 
     /// How far the lanes of a tensor move from base to target. A lane that the base lacks moves from zero. The tensor need not be
@@ -229,7 +230,7 @@ impl<'a, B: Source> Apply<'a, B> {
     /// # Errors
     /// The errors of [`Apply::changes`].
     pub fn moves(&self, name: &str) -> Result<Moves> {
-        range::moves(&self.run_for(self.pair.index().entries(name))?, name)
+        range::moves(&self.request_for(self.pair.index().entries(name))?, name)
     }
 
     /// Changes the tensors in memory from base to target. They may come in any order, and other tensors of the pair are skipped.
@@ -251,15 +252,13 @@ impl<'a, B: Source> Apply<'a, B> {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
         }
         self.check_processor()?;
-        let mut tensors: Vec<_> = tensors.into_iter().collect();
+        let tensors: Vec<_> = tensors.into_iter().collect();
         let is_selected = |tensor_index| self.selected.binary_search(&tensor_index).is_ok();
         let in_index = tensors.iter().map(|tensor| self.pair.index().find(tensor.name));
         if let Some(tensor) = in_index.flatten().find(|tensor| !is_selected(tensor.place)) {
             return Err(Error::InvalidArgument(format!("tensor {} is not selected", Escaped(tensor.name))));
         }
-        let run =
-            InPlaceRun { pair: self.pair, mode, digests: self.digests, max_kept_bytes: KEPT_PAYLOADS, progress: &self.watcher };
-        run.run(&mut tensors)
+        self.run_in_place(mode).tensors(tensors)
     }
 
     /// Rebuilds slices: rectangles of tensors, in memory that may have gaps between rows. Decodes only the chunks that have
@@ -276,10 +275,10 @@ impl<'a, B: Source> Apply<'a, B> {
     ///   [`Error::NotHeld`] if the base lacks lanes of a chunk.
     /// - Discard the slices: the errors of [`Apply::to_buffers`].
     pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = impl Into<FusedSlices<'t>>>) -> Result<ApplyReport> {
-        let held = Memories::new(slices)?;
-        let entries = held.slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
-        let run = self.run_for(entries.collect::<Vec<_>>())?;
-        slices::rebuild(run, held)
+        let memories = Memories::new(slices)?;
+        let entries = memories.slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
+        let request = self.request_for(entries.collect::<Vec<_>>())?;
+        slices::rebuild(&request, memories)
     }
 
     /// Writes slices as one safetensors file with a new header, each under the name of its tensor, and with the shape of its
@@ -316,7 +315,11 @@ impl<'a, B: Source> Apply<'a, B> {
             return Err(Error::InvalidArgument("an application in place takes no base: the tensors are the base".into()));
         }
         self.check_processor()?;
-        slices::in_place(self.pair, Memories::new(slices)?, mode, self.digests, &self.watcher)
+        self.run_in_place(mode).slices(Memories::new(slices)?)
+    }
+
+    fn run_in_place(&self, mode: InPlace) -> InPlaceRun<'_, B> {
+        InPlaceRun { pair: self.pair, mode, digests: self.digests, max_kept_bytes: KEPT_PAYLOADS, progress: &self.watcher }
     }
 
     /// An application in place has no device.
@@ -347,17 +350,16 @@ impl<'a, B: Source> Apply<'a, B> {
 
     fn explain_with(&self, error: Error, find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>) -> Error {
         let base = self.base.unwrap_or(&EMPTY);
-        let mut run = Run::with_parts(self.pair, base, &self.watcher, &find);
-        run.selected = self.selected.clone();
-        let number = |tensor: &Tensor<'_>, i: usize| if run.cut.is_some() { tensor.place } else { i };
+        let mut request = Request::new(self.pair, base, &self.watcher, &find);
+        request.selected = self.selected.clone();
         // If the base holds only a part of an entry, its digest cannot be compared.
         let is_held = |i: &usize| {
-            let bytes = run.base().tensors().get(*i).map_or(0, TensorInfo::bytes);
-            run.base().holds(*i, 0, bytes as usize)
+            let bytes = request.base().tensors().get(*i).map_or(0, TensorInfo::bytes);
+            request.base().holds(*i, 0, bytes as usize)
         };
-        let of = |tensor: &Tensor<'_>| find(base, tensor).map(|i| number(tensor, i)).filter(is_held);
-        let bases: Vec<_> = run.selected().map(|tensor| of(&tensor)).collect();
-        run.explain(error, &bases)
+        let of = |tensor: &Tensor<'_>| find(base, tensor).map(|found| request.position(tensor, found)).filter(is_held);
+        let plan = Plan { items: request.selected().map(|tensor| Item::whole(tensor, of(&tensor))).collect() };
+        request.engine(&plan).explain(error)
     }
 
     /// Checks that [`Apply::to_path`] can write the target of the pair. Nothing is written. If this method and [`Apply::verify`]
@@ -389,33 +391,33 @@ impl<'a, B: Source> Apply<'a, B> {
         self.base.and_then(|base| base.files())
     }
 
-    fn run(&self) -> Result<Run<'_, B>> {
-        self.run_for(self.selected())
+    fn request(&self) -> Result<Request<'_, B>> {
+        self.request_for(self.selected())
     }
 
-    /// Creates a run, after checking that a base is set if one of `tensors` needs it.
+    /// Creates a request, after checking that a base is set if one of `tensors` needs it.
     ///
     /// # Errors
     /// [`Error::Invalid`] with rule `base.tensor` if a tensor needs a base and none is set.
-    fn run_for<'t>(&self, tensors: impl IntoIterator<Item = Tensor<'t>>) -> Result<Run<'_, B>> {
+    fn request_for<'t>(&self, tensors: impl IntoIterator<Item = Tensor<'t>>) -> Result<Request<'_, B>> {
         if self.base.is_none() {
             tensors.into_iter().try_for_each(|tensor| find_base(&tensor, &EMPTY).map(drop))?;
         }
-        Ok(self.unchecked_run())
+        Ok(self.unchecked_request())
     }
 
-    fn unchecked_run(&self) -> Run<'_, B> {
+    fn unchecked_request(&self) -> Request<'_, B> {
         let find = |base: &dyn Checkpoint, tensor: &Tensor<'_>| base.find(tensor.base_name);
-        let mut run = Run::with_parts(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher, find);
-        run.selected = self.selected.clone();
-        run.digests = self.digests;
-        run.accelerator = self.accelerator;
-        run
+        let mut request = Request::new(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher, find);
+        request.selected = self.selected.clone();
+        request.digests = self.digests;
+        request.accelerator = self.accelerator;
+        request
     }
 
     /// Returns an error, with rule `base.tensor` or `base.file`, if a selected tensor or a file of the pair needs a base.
     pub(super) fn check_needs_no_base(&self) -> Result<()> {
-        self.run()?;
+        self.request()?;
         let of_base = self.pair.index().files().find(|file| !file.kind.is_stored());
         if let Some(file) = of_base.filter(|_| !self.is_selection) {
             return Err(Rule::BaseFile.broken(format_args!("{} of the base", display_name(file.name)), "no base"));

@@ -1,5 +1,6 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
+use super::memory::Pieces;
 use crate::base::PaddedBase;
 use crate::reader::Pair;
 use std::cell::Cell;
@@ -103,8 +104,6 @@ pub(super) fn decode_from(
     with_hashes: bool,
 ) -> Result<Option<Hashes>> {
     if !tensor.base_kind.is_derived() {
-        // In an application in place, the old bytes of a tensor without a base are not its base.
-        let base = if tensor.base_kind == BaseKind::None { PaddedBase::new(None, None) } else { base };
         let fill = |first, lanes: &mut [u8], sum: &mut ChunkSum| base_lanes(tensor, base, first, lanes, sum);
         return decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes);
     }
@@ -153,6 +152,30 @@ pub(super) fn decode_to(
     Ok(None)
 }
 
+/// [`decode`] with base lanes that are in the memory of an application in place.
+pub(super) fn decode_held(
+    pieces: &Pieces<'_>,
+    chunks: &dyn Chunks,
+    tensor: &Tensor<'_>,
+    chunk: u32,
+    worker: &mut DecodeWorker,
+    lanes: &mut [u8],
+    with_hashes: bool,
+) -> Result<Option<Hashes>> {
+    let first = tensor.chunk_range(chunk).start;
+    let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
+        // The old bytes of a tensor without a base are not its base.
+        if tensor.base_kind == BaseKind::None {
+            block.fill(0);
+            sum.add(block);
+        } else {
+            pieces.load((first_lane - first) as usize * tensor.lane_bytes(), block, sum);
+        }
+        Ok(())
+    };
+    decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes)
+}
+
 /// Steps 8 to 11: fills `lanes`, which has the chunk's length, with the chunk's target lanes.
 ///
 /// `fill(first_lane, block, sum)` writes base lanes to `block`, beginning with lane `first_lane` of the tensor, and adds them to
@@ -175,7 +198,7 @@ pub(super) fn decode(
     let first_lane = tensor.chunk_range(chunk).start;
     let offset = first_lane * width as u64;
 
-    // A `prefix` base differs in length from its target, so `Run::hash_base` hashes it separately.
+    // A `prefix` base differs in length from its target, so `Engine::hash_base` hashes it separately.
     let hash_base = with_hashes && tensor.base_kind.has_all_lanes();
     let mut hasher = hash_base.then(|| PieceHasher::new(offset, tensor.base_bytes()));
     let mut sum = ChunkSum::default();

@@ -32,7 +32,7 @@ pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: P
         if info.dtype != tensor.dtype || info.shape != tensor.whole_shape() {
             return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
         }
-        let hash = match tensor.runs() {
+        let hash = match tensor.layout() {
             None => hash_tensor(target, tensor_index, progress)?,
             Some(runs) => {
                 let mut part = Cut::new(target);

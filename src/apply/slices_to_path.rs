@@ -1,11 +1,11 @@
 //! Writes rectangles of tensors as one safetensors file.
 
-use super::run::ApplyReport;
+use super::request::ApplyReport;
 use crate::checkpoint::TensorInfo;
 use crate::publish::{check_apart, reserve};
 use crate::reader::PayloadDigests;
 use crate::safetensors::{Neighbours, compose};
-use crate::slice::{SliceLayout, SliceMut};
+use crate::slice::{SliceMut, View};
 use crate::watch::Progress;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -79,7 +79,7 @@ fn info(index: &ValidatedIndex, name: &str, rectangle: &Rectangle) -> Result<Ten
         return Err(Error::InvalidArgument(format!("slice {rectangle} of tensor {name}: expected one within {shape:?}")));
     }
     let info = TensorInfo { name: name.to_owned(), dtype: tensor.dtype, shape: rectangle.extent.clone() };
-    SliceLayout::new(name, tensor.dtype, shape, rectangle, None, info.bytes())?;
+    View::new((name, tensor.dtype, shape), rectangle.clone(), None, info.bytes(), ())?;
     index.check_has(name, rectangle)?;
     Ok(info)
 }

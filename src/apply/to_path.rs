@@ -1,7 +1,7 @@
 //! Writes a target as safetensors files.
 
 use super::bands::{Bands, Target, are_short};
-use super::run::{ApplyReport, Run, Sink};
+use super::request::{ApplyReport, Request, Sink};
 use crate::checkpoint::CheckpointFiles;
 use crate::publish::{Publication, check_apart, reserve};
 use crate::safetensors::{Location, Locations, Neighbours, Output, outputs};
@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tpde_core::error::{Error, Result};
 use tpde_core::index::{Tensor, ValidatedIndex};
-use tpde_core::rectangle::Runs;
+use tpde_core::layout::StridedLayout;
 use tpde_core::source::Source;
 
 struct Files<'a> {
@@ -18,7 +18,7 @@ struct Files<'a> {
     publication: &'a Publication,
     locations: Locations,
     /// For each part, its bytes within its tensor.
-    runs: Vec<Option<Runs>>,
+    runs: Vec<Option<StridedLayout>>,
     /// For each part that is gathered, the size of its tensor in bytes. All parts of a tensor are gathered or none.
     gathered: Vec<Option<u64>>,
     bands: Bands,
@@ -42,32 +42,32 @@ impl Sink for Files<'_> {
 /// Writes and publishes the files of the target. With `is_selection`, writes one safetensors file of the selected tensors
 /// instead.
 pub(super) fn write<B: Source>(
-    run: &Run<'_, B>,
+    request: &Request<'_, B>,
     base: Option<&dyn CheckpointFiles>,
     is_selection: bool,
     path: &Path,
     replace: bool,
 ) -> Result<ApplyReport> {
-    let selected = is_selection.then(|| run.selected().collect::<Vec<_>>());
-    let (outputs, locations) = outputs(run.pair.index(), base, selected.as_deref())?;
+    let selected = is_selection.then(|| request.selected().collect::<Vec<_>>());
+    let (outputs, locations) = outputs(request.pair.index(), base, selected.as_deref())?;
     let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
     let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
-    let inputs: Vec<_> = run.whole_base.paths().into_iter().chain(run.pair.paths()).collect();
+    let inputs: Vec<_> = request.whole_base.paths().into_iter().chain(request.pair.paths()).collect();
     let neighbours = match is_lone {
         true => Neighbours::of_file(path, replace),
         false => Neighbours::of_folder(path, outputs.iter().map(|output| output.name.clone()), replace),
     };
     check_apart(&[&[path.to_owned()], &paths[..], &neighbours.stale()?[..]].concat(), &inputs)?;
     let mut publication = neighbours.publication();
-    let report = stage(run, &outputs, locations, &mut publication, paths)?;
+    let report = stage(request, &outputs, locations, &mut publication, paths)?;
     // Look again: other files may have appeared during the work.
-    let removed = publication.commit_after(run.progress, &|| neighbours.stale())?;
+    let removed = publication.commit_after(request.progress, &|| neighbours.stale())?;
     Ok(ApplyReport { removed, ..report })
 }
 
 /// Writes the outputs to files that get their names later, when they are published.
 fn stage<B: Source>(
-    run: &Run<'_, B>,
+    request: &Request<'_, B>,
     outputs: &[Output],
     locations: Locations,
     publication: &mut Publication,
@@ -80,13 +80,13 @@ fn stage<B: Source>(
             .and_then(|()| (&*file).write_all(&output.content))
             .map_err(|e| Error::io("write", path, e))?;
     }
-    let runs: Vec<_> = run.pair.index().tensors().map(|tensor| tensor.runs()).collect();
-    let gathered = gathered(run.pair.index(), &runs);
-    run.to_sink(&Files { paths, publication, locations, runs, gathered, bands: Bands::default() })
+    let runs: Vec<_> = request.pair.index().tensors().map(|tensor| tensor.layout()).collect();
+    let gathered = gathered(request.pair.index(), &runs);
+    request.to_sink(&Files { paths, publication, locations, runs, gathered, bands: Bands::default() })
 }
 
 /// For each entry, the size of its tensor if the tensor has a part of short runs.
-fn gathered(index: &ValidatedIndex, runs: &[Option<Runs>]) -> Vec<Option<u64>> {
+fn gathered(index: &ValidatedIndex, runs: &[Option<StridedLayout>]) -> Vec<Option<u64>> {
     let entries: Vec<_> = index.tensors().collect();
     let tensors = entries.chunk_by(|a, b| a.name == b.name);
     let of_tensor = |parts: &[Tensor<'_>]| {

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use tpde_core::error::{Escaped, Result, Rule};
 use tpde_core::format::DIGEST_SIZE;
 use tpde_core::index::{Part, Tensor};
-use tpde_core::rectangle::Runs;
+use tpde_core::layout::StridedLayout;
 use tpde_core::source::Source;
 
 /// The source of an entry's base lanes.
@@ -41,7 +41,7 @@ pub(super) struct Step<'a, B> {
     /// For each tensor, its first entry. One more number ends the last tensor's entries.
     first_entries: Vec<usize>,
     /// For each entry, its bytes in the tensor; `None` for a whole tensor.
-    runs: Vec<Option<Runs>>,
+    runs: Vec<Option<StridedLayout>>,
     /// For each entry, the largest end of the bytes of this and of earlier parts of the tensor.
     ends: Vec<u64>,
     /// Digests of the base tensors of entries that were found to have another base, by entry.
@@ -64,7 +64,7 @@ impl<'a, B: Source> Step<'a, B> {
             bases: Vec::with_capacity(index.tensor_count()),
             formed: Vec::new(),
             first_entries: Vec::new(),
-            runs: index.tensors().map(|tensor| tensor.runs()).collect(),
+            runs: index.tensors().map(|tensor| tensor.layout()).collect(),
             ends: Vec::with_capacity(index.tensor_count()),
             wrong_bases: Mutex::default(),
         };
@@ -77,7 +77,7 @@ impl<'a, B: Source> Step<'a, B> {
                 step.tensors.push(TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape });
                 step.first_entries.push(tensor.place);
             }
-            let end = step.runs[tensor.place].as_ref().map_or(0, Runs::end);
+            let end = step.runs[tensor.place].as_ref().map_or(0, StridedLayout::end);
             step.ends.push(step.ends.last().filter(|_| is_further).map_or(end, |before| end.max(*before)));
             let lanes = find_base_lanes(&tensor, before, previous, &mut step.formed)?;
             step.bases.push(lanes);
@@ -102,16 +102,16 @@ impl<'a, B: Source> Step<'a, B> {
     }
 
     /// The bytes of an entry in its tensor; `None` for a whole tensor.
-    pub fn runs(&self, entry: usize) -> Option<&Runs> {
+    pub fn runs(&self, entry: usize) -> Option<&StridedLayout> {
         self.runs[entry].as_ref()
     }
 
     /// The entry that has exactly these bytes of a tensor; `None` means all bytes.
-    pub fn entry_of(&self, tensor_index: usize, runs: Option<&Runs>) -> Option<usize> {
+    pub fn entry_of(&self, tensor_index: usize, runs: Option<&StridedLayout>) -> Option<usize> {
         let entries = self.entries(tensor_index);
-        let start = runs.map_or(0, Runs::start);
+        let start = runs.map_or(0, StridedLayout::start);
         let starts = &self.runs[entries.clone()];
-        let entry = entries.start + starts.partition_point(|part| part.as_ref().map_or(0, Runs::start) < start);
+        let entry = entries.start + starts.partition_point(|part| part.as_ref().map_or(0, StridedLayout::start) < start);
         (entry < entries.end && self.runs(entry) == runs).then_some(entry)
     }
 
@@ -120,7 +120,7 @@ impl<'a, B: Source> Step<'a, B> {
         let entries = self.entries(tensor_index);
         let first = self.ends[entries.clone()].partition_point(|end| *end <= bytes.start);
         let starts = &self.runs[entries.clone()];
-        let end = starts.partition_point(|part| part.as_ref().map_or(0, Runs::start) < bytes.end);
+        let end = starts.partition_point(|part| part.as_ref().map_or(0, StridedLayout::start) < bytes.end);
         entries.start + first.min(end)..entries.start + end
     }
 }
@@ -145,7 +145,7 @@ fn find_base_lanes<B: Source>(
     }
     let tensor_index = found.base;
     let Some(previous) = previous else { return Ok(BaseLanes::Tensor(tensor_index)) };
-    if let Some(entry) = previous.entry_of(tensor_index, tensor.runs().as_ref()) {
+    if let Some(entry) = previous.entry_of(tensor_index, tensor.layout().as_ref()) {
         return Ok(BaseLanes::Entry(entry));
     }
     if !previous.pair.index().is_tiled(tensor.base_name) {

@@ -16,7 +16,8 @@ use tpde_core::format::DIGEST_SIZE;
 use tpde_core::index::Tensor;
 #[cfg(feature = "cuda")]
 use tpde_core::index::ValidatedIndex;
-use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::layout::StridedLayout;
+use tpde_core::rectangle::Rectangle;
 use tpde_core::source::Source;
 
 /// Size of the chunks of the last version that are kept, if they are not read as a whole. So an encoder that samples the chunks
@@ -126,9 +127,9 @@ impl<'a, B: Source> Chain<'a, B> {
     }
 
     /// All bytes of a tensor.
-    fn all_of(&self, tensor_index: usize) -> Runs {
+    fn all_of(&self, tensor_index: usize) -> StridedLayout {
         let info = &self.tensors()[tensor_index];
-        Runs::new(info.dtype.bits(), &info.shape, &[], &info.shape)
+        StridedLayout::contiguous(0, info.bytes())
     }
 
     /// The name of the last pair in errors.
@@ -183,7 +184,7 @@ impl<'a, B: Source> Chain<'a, B> {
                 continue;
             }
             found += size;
-            if let Some(at) = runs.contiguous(from, size) {
+            if let Some(at) = runs.contiguous_at(from, size) {
                 self.read_entry(step, entry, from, &mut out[(at - offset) as usize..][..size])?;
                 continue;
             }
@@ -203,7 +204,7 @@ impl<'a, B: Source> Chain<'a, B> {
 
     /// Fills `out` with bytes of a rectangle of a tensor after `level` steps. No bytes between the runs are rebuilt: the pairs may
     /// lack their payloads, and rebuilding them costs more than a call per run.
-    fn read_rectangle(&self, level: usize, tensor_index: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<()> {
+    fn read_rectangle(&self, level: usize, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<()> {
         if level == 0 {
             return read_runs(self.base, tensor_index, runs, offset, out);
         }
@@ -281,7 +282,7 @@ impl<'a, B: Source> Chain<'a, B> {
         let Some(last) = self.steps.len().checked_sub(1) else { return Ok(()) };
         for tensor in index.tensors() {
             let Some(tensor_index) = self.find(tensor.name) else { continue };
-            if let Some(entry) = self.steps[last].entry_of(tensor_index, tensor.runs().as_ref()) {
+            if let Some(entry) = self.steps[last].entry_of(tensor_index, tensor.layout().as_ref()) {
                 self.check_target(last, entry, tensor.target_digest())?;
             }
         }
@@ -310,7 +311,7 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
         if self.steps.is_empty() { self.base.in_place(tensor_index, offset, size) } else { None }
     }
 
-    fn read_part(&self, tensor_index: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<bool> {
+    fn read_part(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<bool> {
         let Some(last) = self.steps.len().checked_sub(1) else { return self.base.read_part(tensor_index, runs, offset, out) };
         match self.steps[last].entry_of(tensor_index, Some(runs)) {
             Some(entry) => self.read_entry(last, entry, offset, out).map(|_| true),
@@ -355,7 +356,7 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
     fn check_digests(&self, read: &mut dyn Iterator<Item = ReadDigest<'_>>) -> Result<()> {
         let Some(last) = self.steps.len().checked_sub(1) else { return self.base.check_digests(read) };
         let of = &self.steps[last];
-        let mut others = BTreeMap::<usize, Vec<Runs>>::new();
+        let mut others = BTreeMap::<usize, Vec<StridedLayout>>::new();
         for ReadDigest { tensor_index, runs, digest } in read {
             match of.entry_of(tensor_index, runs.as_ref()).zip(digest) {
                 Some((entry, digest)) => self.check_target(last, entry, digest)?,
@@ -397,7 +398,7 @@ impl<B: Source> Checkpoint for Version<'_, '_, B> {
         if self.level == 0 { self.chain.base.in_place(tensor_index, offset, size) } else { None }
     }
 
-    fn read_part(&self, tensor_index: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<bool> {
+    fn read_part(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<bool> {
         if self.level == 0 {
             return self.chain.base.read_part(tensor_index, runs, offset, out);
         }

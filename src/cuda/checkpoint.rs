@@ -6,7 +6,7 @@ use super::runtime::memory::{DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Event;
 use super::slices::TensorSlice;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::slice::{HeldSlices, NewSlice};
+use crate::slice::Views;
 use crate::watch::Watch;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -32,7 +32,7 @@ const ALIGN: u64 = 256;
 #[derive(Debug)]
 pub struct DeviceCheckpoint {
     device: Device,
-    slices: HeldSlices<Memory>,
+    slices: Views<Memory>,
 }
 
 /// The memory of a slice.
@@ -77,10 +77,10 @@ impl DeviceCheckpoint {
         let checked = |(rectangle, tensor, pitch, memory): (_, _, _, DeviceSlice)| -> Result<_> {
             memory.check_device(&device.inner)?;
             memory.end()?;
-            Ok(NewSlice { tensor, rectangle, pitch, size: memory.bytes(), memory: Memory { slice: memory, pitch } })
+            Ok((tensor, rectangle, pitch, memory.bytes(), Memory { slice: memory, pitch }))
         };
         let slices = slices.into_iter().map(checked).collect::<Result<Vec<_>>>()?;
-        Ok(Self { device: device.clone(), slices: HeldSlices::new(slices)? })
+        Ok(Self { device: device.clone(), slices: Views::new(slices)? })
     }
 
     /// Copies a checkpoint in host memory or in files to the device. All threads of the current rayon pool read into two pinned
@@ -161,7 +161,7 @@ impl DeviceCheckpoint {
     /// takes.
     pub fn slices(&self) -> impl Iterator<Item = (Dtype, Vec<u64>, TensorSlice<'_>)> {
         self.tensors().iter().enumerate().flat_map(move |(i, info)| {
-            self.slices.of(i).iter().map(move |held| {
+            self.slices.of(i).map(move |held| {
                 let Memory { slice, pitch } = &held.memory;
                 let (rectangle, memory) = (held.rectangle.clone(), slice.clone());
                 (info.dtype, info.shape.clone(), TensorSlice { name: &info.name, rectangle, memory, pitch: *pitch })
@@ -188,18 +188,18 @@ impl DeviceCheckpoint {
         let missing = || Error::InvalidArgument(format!("the {what} has no tensor {tensor_index}"));
         let TensorInfo { name, dtype, .. } = self.tensors().get(tensor_index).ok_or_else(missing)?;
         let is_in = |slice: &Rectangle| slice.intersection(rectangle).is_some_and(|common| common == *rectangle);
-        let slices = self.slices.of(tensor_index);
+        let mut slices = self.slices.of(tensor_index);
         if rectangle.elements() == 0 {
-            return slices.first().ok_or_else(missing)?.memory.slice.slice(0, 0).map(|memory| (memory, None));
+            return slices.next().ok_or_else(missing)?.memory.slice.slice(0, 0).map(|memory| (memory, None));
         }
-        match slices.iter().find(|held| is_in(&held.rectangle)) {
+        match slices.find(|held| is_in(&held.rectangle)) {
             Some(held) => {
                 let Memory { slice, pitch } = &held.memory;
                 let slice = TensorSlice { name, rectangle: held.rectangle.clone(), memory: slice.clone(), pitch: *pitch };
                 slice.memory_of(*dtype, rectangle)
             }
             None => {
-                let held = slices.iter().filter_map(|held| held.rectangle.intersection(rectangle)).collect();
+                let held = self.slices.of(tensor_index).filter_map(|held| held.rectangle.intersection(rectangle)).collect();
                 let part = PartNotHeld::new(what, name.clone(), rectangle.clone(), held);
                 Err(Error::PartNotHeld(Box::new(part)))
             }

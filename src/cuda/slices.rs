@@ -5,13 +5,14 @@ use super::index::{DeviceIndex, TensorOnDevice};
 use super::plan::binding::Binding;
 use super::rows::Rows;
 use super::runtime::memory::DeviceSlice;
-use crate::slice::SliceLayout;
+use crate::slice::View;
 use std::collections::HashMap;
 use std::fmt;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::lane::Dtype;
-use tpde_core::rectangle::{Rectangle, first_gap};
+use tpde_core::layout::StridedLayout;
+use tpde_core::rectangle::{Rectangle, first_gap, part_fault};
 
 /// Device memory that holds a rectangle of a tensor: the counterpart of [`SliceMut`](crate::SliceMut) and
 /// [`Slice`](crate::Slice), for memory of this crate or of another library.
@@ -94,7 +95,7 @@ impl<'a> TensorSlice<'a> {
 
     /// Checks the slice of a tensor of this dtype and shape.
     fn check(&self, dtype: Dtype, shape: &[u64]) -> Result<()> {
-        SliceLayout::new(self.name, dtype, shape, &self.rectangle, self.pitch, self.memory.bytes()).map(|_| ())
+        View::new((self.name, dtype, shape), self.rectangle.clone(), self.pitch, self.memory.bytes(), ()).map(|_| ())
     }
 
     /// Returns the memory of a rectangle within the slice, and its rows. The slice was checked.
@@ -103,34 +104,29 @@ impl<'a> TensorSlice<'a> {
             let (name, slice) = (Escaped(self.name), &self.rectangle);
             Error::InvalidArgument(format!("part {rectangle} of tensor {name} in slice {slice}: {why}"))
         };
-        // All in bits. The memory has fewer than 2^64 bytes, so nothing overflows.
-        let (mut distance, mut start) = (u128::from(dtype.bits()), 0);
-        let (mut run, mut rows): (_, Option<(u128, u128)>) = (distance, None);
-        for i in (0..rectangle.extent.len()).rev() {
-            let (held, wanted) = (u128::from(self.rectangle.extent[i]), u128::from(rectangle.extent[i]));
-            start += u128::from(rectangle.origin[i] - self.rectangle.origin[i]) * distance;
-            match &mut rows {
-                _ if wanted == 1 => {}
-                None if distance == run => run *= wanted,
-                None => rows = Some((wanted, distance)),
-                // This dimension continues where the one within it ends.
-                Some((count, pitch)) if distance == *count * *pitch => *count *= wanted,
-                Some(_) => {
-                    let dims = if i == 0 { "dimension 0".to_owned() } else { format!("dimensions 0 to {i}") };
-                    return Err(refused(&format_args!(
-                        "its rows are at two distances, and a device has one per part. A pair fits in which the tensor is cut at each \
-                         index of {dims}"
-                    )));
-                }
-            }
-            let is_row = i + 1 == rectangle.extent.len();
-            distance = self.pitch.filter(|_| is_row).map_or(distance * held, |pitch| u128::from(pitch) * 8);
+        let origin: Vec<u64> = rectangle.origin.iter().zip(&self.rectangle.origin).map(|(at, first)| at - first).collect();
+        let is_all = rectangle.extent == self.rectangle.extent;
+        if !is_all && part_fault(dtype.bits(), &self.rectangle.extent, &origin, &rectangle.extent).is_some() {
+            return Err(refused(&"its rows are not of whole bytes"));
         }
-        let (count, pitch) = rows.unwrap_or((1, run));
-        let odd = || refused(&"its rows are not of whole bytes");
-        let bytes = |bits: u128| u64::try_from(bits / 8).ok().filter(|_| bits.is_multiple_of(8)).ok_or_else(odd);
-        let memory = self.memory.slice(bytes(start)?, bytes((count - 1) * pitch + run)?)?;
-        Ok((memory, if rows.is_some() { Some(Rows::new(bytes(run)?, bytes(pitch)?)) } else { None }))
+        let layout =
+            |extent: &[u64]| StridedLayout::of_rectangle(dtype.bits(), &self.rectangle.extent, self.pitch, &origin, extent);
+        let (all, extent) = (layout(&rectangle.extent), &rectangle.extent);
+        let rows = match all.dims() {
+            [] => None,
+            [(_, pitch)] => Some(Rows::new(all.run(), *pitch)),
+            _ => {
+                // The innermost dimension that has a distance of its own.
+                let within = |dim: usize| layout(&[&vec![1; dim][..], &extent[dim..]].concat());
+                let dim = (0..extent.len()).rev().find(|&dim| within(dim).dims().len() > 1).unwrap_or(0);
+                let dims = if dim == 0 { "dimension 0".to_owned() } else { format!("dimensions 0 to {dim}") };
+                return Err(refused(&format_args!(
+                    "its rows are at two distances, and a device has one per part. A pair fits in which the tensor is cut at each \
+                     index of {dims}"
+                )));
+            }
+        };
+        Ok((self.memory.slice(all.start(), all.end() - all.start())?, rows))
     }
 }
 
@@ -239,7 +235,6 @@ fn not_held(tensor: &TensorOnDevice, what: &str, slice: &TensorSlice<'_>) -> Err
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use tpde_core::rectangle::Runs;
 
     /// A shape; and for each dimension the range of a slice, and a range within it.
     fn slices() -> impl Strategy<Value = (Vec<u64>, Rectangle, Rectangle)> {
@@ -277,13 +272,13 @@ mod tests {
             let slice = TensorSlice { name: "t", rectangle: rectangle.clone(), memory, pitch };
             slice.check(Dtype::Bf16, &shape).unwrap();
 
-            let layout = SliceLayout::new("t", Dtype::Bf16, &shape, &rectangle, pitch, size).unwrap();
-            let runs = Runs::new(16, &shape, &part.origin, &part.extent);
+            let view = View::new(("t", Dtype::Bf16, &shape), rectangle, pitch, size, ()).unwrap();
             let mut expected = Vec::new();
-            runs.try_each(0, runs.bytes() as usize, |at, run| layout.try_each(at, run.len(), |place, range| {
+            let all = 2 * part.elements() as usize;
+            view.placement(&part).unwrap().try_each(0, all, |place, range| {
                 expected.extend(place as u64..(place + range.len()) as u64);
-                Ok(())
-            }).map(|_| ())).unwrap();
+                Ok::<_, Error>(())
+            }).unwrap();
             match slice.memory_of(Dtype::Bf16, &part) {
                 Ok((memory, rows)) => {
                     let (start, end) = (memory.address() - (1 << 40), memory.end().unwrap() - (1 << 40));

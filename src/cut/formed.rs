@@ -7,7 +7,8 @@ use tpde_core::derived::{BaseForm, FP8_BLOCK, MXFP4_BLOCK, MXFP4_BLOCK_BYTES};
 use tpde_core::error::{Error, Result};
 use tpde_core::floats::{cast_lanes, scale_lanes, scale_nibbles};
 use tpde_core::lane::Dtype;
-use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::layout::StridedLayout;
+use tpde_core::rectangle::Rectangle;
 
 /// Maximum number of lanes that are formed from one read of the base. The bytes that were read then stay in the second-level cache.
 const BLOCK_LANES: usize = 1 << 15;
@@ -206,11 +207,23 @@ impl Formed {
         let count = extent.iter().product::<u64>() as usize;
         let origin: Vec<u64> = origin.iter().zip(&self.scales_origin).map(|(origin, first)| first + origin).collect();
         let mut of_scales = vec![0; count];
-        read_runs(of, scales.tensor, &Runs::new(8, &self.scales_shape, &origin, extent), 0, &mut of_scales)?;
+        read_runs(
+            of,
+            scales.tensor,
+            &StridedLayout::of_rectangle(8, &self.scales_shape, None, &origin, extent),
+            0,
+            &mut of_scales,
+        )?;
         let bytes = |dims: &[u64], last: u64| [dims, &[last]].concat();
         let [shape, extent] = [&self.scales_shape[..], extent].map(|dims| bytes(dims, MXFP4_BLOCK_BYTES));
         let mut of_base = vec![0; count * MXFP4_BLOCK_BYTES as usize];
-        read_runs(of, self.base.tensor, &Runs::new(8, &shape, &bytes(&origin, 0), &extent), 0, &mut of_base)?;
+        read_runs(
+            of,
+            self.base.tensor,
+            &StridedLayout::of_rectangle(8, &shape, None, &bytes(&origin, 0), &extent),
+            0,
+            &mut of_base,
+        )?;
         let mut lanes = vec![0; 2 * MXFP4_BLOCK as usize * count];
         let blocks = of_base.chunks(MXFP4_BLOCK_BYTES as usize).zip(lanes.chunks_mut(2 * MXFP4_BLOCK as usize));
         blocks.zip(of_scales).for_each(|((block, out), scale)| scale_nibbles(block, scale, out));

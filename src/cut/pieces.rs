@@ -5,7 +5,7 @@ use super::runs::Region;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use std::path::PathBuf;
 use tpde_core::error::{Error, Result};
-use tpde_core::rectangle::Runs;
+use tpde_core::layout::StridedLayout;
 
 /// A tensor of a [`Cut`].
 pub(crate) enum Piece {
@@ -17,7 +17,7 @@ pub(crate) enum Piece {
 
 impl Piece {
     /// A tensor by its number in the other checkpoint. `runs` are the bytes of the piece in that tensor; `None` for all.
-    pub fn of(tensor: usize, runs: Option<Runs>) -> Self {
+    pub fn of(tensor: usize, runs: Option<StridedLayout>) -> Self {
         Self::Of(Region { tensor, runs })
     }
 

@@ -4,7 +4,7 @@ use crate::checkpoint::Checkpoint;
 use std::ops::Range;
 use tpde_core::error::{Error, Result};
 use tpde_core::lane::Dtype;
-use tpde_core::rectangle::Runs;
+use tpde_core::layout::StridedLayout;
 
 /// Maximum distance in bytes of runs that are read together. Reading a page costs less than a call.
 const MAX_GAP: u64 = 4096;
@@ -16,18 +16,18 @@ pub(crate) struct Region {
     /// Tensor number in the checkpoint.
     pub tensor: usize,
     /// The bytes of the rectangle in that tensor; `None` for the whole tensor.
-    pub runs: Option<Runs>,
+    pub runs: Option<StridedLayout>,
 }
 
 impl Region {
     /// A rectangle of a tensor of this dtype and shape.
     pub fn new(tensor: usize, dtype: Dtype, shape: &[u64], origin: &[u64], extent: &[u64]) -> Self {
-        Self { tensor, runs: (shape != extent).then(|| Runs::new(dtype.bits(), shape, origin, extent)) }
+        Self { tensor, runs: (shape != extent).then(|| StridedLayout::of_rectangle(dtype.bits(), shape, None, origin, extent)) }
     }
 
     /// Size in bytes.
     pub fn bytes(&self, of: &dyn Checkpoint) -> u64 {
-        self.runs.as_ref().map_or_else(|| of.tensors()[self.tensor].bytes(), Runs::bytes)
+        self.runs.as_ref().map_or_else(|| of.tensors()[self.tensor].bytes(), StridedLayout::bytes)
     }
 
     /// Fills `out` with bytes from byte `offset` on.
@@ -43,7 +43,7 @@ impl Region {
     /// `size` bytes from byte `offset` on, if they are in memory.
     pub fn in_place<'a>(&self, of: &'a dyn Checkpoint, offset: u64, size: usize) -> Option<&'a [u8]> {
         let at = match &self.runs {
-            Some(runs) => runs.contiguous(offset, size)?,
+            Some(runs) => runs.contiguous_at(offset, size)?,
             None => offset,
         };
         of.in_place(self.tensor, at, size)
@@ -63,14 +63,15 @@ impl Region {
     pub fn is_held(&self, of: &dyn Checkpoint, bytes: Range<u64>) -> bool {
         let (offset, size) = (bytes.start, (bytes.end - bytes.start) as usize);
         let holds = |at: u64, size: usize| of.holds(self.tensor, at, size);
-        let each = |runs: &Runs| runs.try_each(offset, size, |at, range| if holds(at, range.len()) { Ok(()) } else { Err(()) });
+        let each =
+            |runs: &StridedLayout| runs.try_each(offset, size, |at, range| if holds(at, range.len()) { Ok(()) } else { Err(()) });
         self.runs.as_ref().map_or_else(|| holds(offset, size), |runs| each(runs).is_ok())
     }
 }
 
 /// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on. The rectangle must have these bytes.
 /// Runs that are near each other are read together, with the bytes between them if the checkpoint holds those.
-pub(crate) fn read_runs(of: &dyn Checkpoint, tensor: usize, runs: &Runs, offset: u64, out: &mut [u8]) -> Result<()> {
+pub(crate) fn read_runs(of: &dyn Checkpoint, tensor: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<()> {
     if of.read_part(tensor, runs, offset, out)? {
         return Ok(());
     }

@@ -8,7 +8,8 @@ use crate::cut::{Cut, Formed, Piece};
 use tpde_core::error::{Error, Escaped, PartNotHeld, Result};
 use tpde_core::format::{BaseKind, FormatVersion};
 use tpde_core::index::{Tensor, ValidatedIndex};
-use tpde_core::rectangle::{Rectangle, Runs, part_fault, precedes};
+use tpde_core::layout::StridedLayout;
+use tpde_core::rectangle::{Rectangle, part_fault, precedes};
 use tpde_core::writer::{DerivedSpec, PartSpec};
 
 /// What an encoding reads of base and target: all tensors, or the entries of a pair with parts.
@@ -52,7 +53,7 @@ impl<'a> Selection<'a> {
 
     /// What a tensor of [`base`](Self::base) is read from: numbers of tensors of the whole base, and rectangles of them, or `None`
     /// for all of the tensor.
-    pub fn base_regions(&self, number: usize) -> Vec<(usize, Option<Runs>)> {
+    pub fn base_regions(&self, number: usize) -> Vec<(usize, Option<StridedLayout>)> {
         let cut = self.entries.as_ref().and_then(|entries| entries.base.as_ref());
         let regions = |base: &Cut<'_>| base.regions_of(number).map(|region| (region.tensor, region.runs.clone())).collect();
         cut.map_or_else(|| vec![(number, None)], regions)
@@ -163,7 +164,7 @@ impl<'a> Entries<'a> {
         found: Option<(&dyn Checkpoint, FoundBase)>,
         part: Option<Rectangle>,
     ) -> Result<()> {
-        let runs = |part: &Rectangle| Runs::new(info.dtype.bits(), &info.shape, &part.origin, &part.extent);
+        let runs = |part: &Rectangle| StridedLayout::of_rectangle(info.dtype.bits(), &info.shape, None, &part.origin, &part.extent);
         let shape = part.as_ref().map_or(&info.shape, |part| &part.extent);
         let cut = TensorInfo { shape: shape.clone(), ..info.clone() };
         self.target.push(cut, Piece::of(number, part.as_ref().map(runs)));

@@ -5,7 +5,7 @@ use super::options::{EncodeOptions, Favor, Way};
 use super::plan::{Plan, plan, plan_from};
 use super::train::train;
 use super::ways::{Attempt, Worker};
-use crate::apply::{Rebuilt, Run};
+use crate::apply::{Item, Rebuilt, Request};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::reader::Pair;
@@ -212,20 +212,21 @@ impl<'a, B: Source> Explain<'a, B> {
     /// Adds the sizes in each way to the tensors that change.
     fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
-        let run = Run::with_parts(self.pair, base, &self.watcher, |base, tensor| base.find(tensor.base_name));
-        let bases = run.bases()?;
-        let target = Rebuilt::new(self.pair, run.base(), &bases);
+        let request = Request::new(self.pair, base, &self.watcher, |base, tensor| base.find(tensor.base_name));
+        let whole = request.plan(|tensor, _, base| Item::whole(tensor, base))?;
+        let bases: Vec<_> = whole.items.iter().map(|item| item.base).collect();
+        let target = Rebuilt::new(self.pair, request.base(), &bases);
         let options = self.options();
         let plan = |i| match index.has_parts() || index.has_derived() {
             true => {
-                let plan = plan_from(Some(run.base()), bases[i], &target, i, &options)?;
+                let plan = plan_from(Some(request.base()), bases[i], &target, i, &options)?;
                 Ok(plan.derived_from(index.tensor(i).derived.map(Into::into)))
             }
             false => plan(Some(base), &target, i, &options),
         };
         let plans = (0..index.tensor_count()).map(plan).collect::<Result<_>>();
-        let compared = plans.and_then(|plans| self.ways(run.base(), &target, plans, &options, tensors));
-        compared.map_err(|e| run.explain(e, &bases))?;
+        let compared = plans.and_then(|plans| self.ways(request.base(), &target, plans, &options, tensors));
+        compared.map_err(|e| request.engine(&whole).explain(e))?;
         base.check_unchanged()
     }
 

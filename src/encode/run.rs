@@ -20,7 +20,7 @@ use tpde_core::derived::BaseForm;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
 use tpde_core::lane::Dtype;
-use tpde_core::rectangle::Runs;
+use tpde_core::layout::StridedLayout;
 use tpde_core::writer::{FileSpec, Finished, PairBuilder};
 
 /// The result of an encoding: sizes in total and per tensor.
@@ -204,18 +204,18 @@ fn check_digests<W>(
     finished: &Finished<W>,
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
-    formed_from: impl Iterator<Item = (usize, Option<Runs>)>,
+    formed_from: impl Iterator<Item = (usize, Option<StridedLayout>)>,
 ) -> Result<()> {
     let entries = || finished.index.tensors();
     target.check_digests(&mut entries().filter_map(|tensor| {
         let tensor_index = target.find(tensor.name)?;
-        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: Some(tensor.target_digest()) })
+        Some(ReadDigest { tensor_index, runs: tensor.layout(), digest: Some(tensor.target_digest()) })
     }))?;
     let Some(base) = base else { return Ok(()) };
     let copied = entries().filter(|tensor| tensor.base_kind != BaseKind::None && tensor.derived.is_none());
     let copied = copied.filter_map(|tensor| {
         let tensor_index = base.find(tensor.base_name)?;
-        Some(ReadDigest { tensor_index, runs: tensor.runs(), digest: Some(tensor.base_digest()) })
+        Some(ReadDigest { tensor_index, runs: tensor.layout(), digest: Some(tensor.base_digest()) })
     });
     let formed_from = formed_from.map(|(tensor_index, runs)| ReadDigest { tensor_index, runs, digest: None });
     base.check_digests(&mut copied.chain(formed_from))

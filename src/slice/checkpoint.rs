@@ -1,8 +1,7 @@
 //! Slices as a checkpoint.
 
-use super::held::{HeldSlices, NewSlice};
-use super::layout::SliceLayout;
 use super::memory::Slice;
+use super::view::Views;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use tpde_core::error::Result;
 use tpde_core::rectangle::Rectangle;
@@ -35,7 +34,7 @@ use tpde_core::rectangle::Rectangle;
 /// [`Encode`]: crate::Encode
 #[derive(Debug, Default)]
 pub struct SliceCheckpoint<'a> {
-    slices: HeldSlices<&'a [u8]>,
+    slices: Views<&'a [u8]>,
 }
 
 impl<'a> SliceCheckpoint<'a> {
@@ -45,14 +44,10 @@ impl<'a> SliceCheckpoint<'a> {
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) if slices of one tensor have elements in common, or state different
     /// dtypes or shapes, or if a slice is not within its tensor or has another size.
     pub fn new(slices: impl IntoIterator<Item = Slice<'a>>) -> Result<Self> {
-        let slices = slices.into_iter().map(|Slice { tensor, rectangle, bytes, pitch }| NewSlice {
-            tensor,
-            rectangle,
-            pitch,
-            size: bytes.len() as u64,
-            memory: bytes,
-        });
-        Ok(Self { slices: HeldSlices::new(slices)? })
+        let views = slices
+            .into_iter()
+            .map(|Slice { tensor, rectangle, bytes, pitch }| (tensor, rectangle, pitch, bytes.len() as u64, bytes));
+        Ok(Self { slices: Views::new(views)? })
     }
 }
 
@@ -71,8 +66,8 @@ impl Checkpoint for SliceCheckpoint<'_> {
     }
 
     fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
-        let at = |layout: &SliceLayout| layout.contiguous(offset, size);
-        self.slices.of(tensor_index).iter().find_map(|held| held.memory.get(at(&held.layout)?..)?.get(..size))
+        let (bytes, at) = self.slices.contiguous_at(tensor_index, offset, size)?;
+        bytes.get(at..)?.get(..size)
     }
 
     fn held(&self, tensor_index: usize) -> Vec<Rectangle> {

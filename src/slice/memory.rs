@@ -1,7 +1,5 @@
 //! Memory of slices.
 
-use super::layout::SliceLayout;
-use super::span::first_overlap;
 use crate::checkpoint::TensorInfo;
 use std::ops::Range;
 use tpde_core::error::{Error, Escaped, Result};
@@ -88,7 +86,7 @@ impl<'a> Slice<'a> {
 #[derive(Debug)]
 pub struct FusedSlices<'a> {
     bytes: &'a mut [u8],
-    slices: Vec<Held<'a>>,
+    slices: Vec<PlacedSlice<'a>>,
 }
 
 impl<'a> FusedSlices<'a> {
@@ -102,7 +100,7 @@ impl<'a> FusedSlices<'a> {
     /// [`SliceMut`].
     #[must_use]
     pub fn slice(mut self, name: &'a str, rectangle: Rectangle, range: Range<usize>, pitch: Option<u64>) -> Self {
-        self.slices.push(Held { name, rectangle, memory: 0, range, pitch });
+        self.slices.push(PlacedSlice { name, rectangle, memory: 0, range, pitch });
         self
     }
 }
@@ -116,7 +114,7 @@ impl<'a> From<SliceMut<'a>> for FusedSlices<'a> {
 
 /// A slice in one of several memories.
 #[derive(Debug)]
-pub(crate) struct Held<'a> {
+pub(crate) struct PlacedSlice<'a> {
     pub name: &'a str,
     pub rectangle: Rectangle,
     /// Number of the memory.
@@ -129,7 +127,7 @@ pub(crate) struct Held<'a> {
 /// All memories of a call, and the slices in them, in order of name.
 pub(crate) struct Memories<'a> {
     pub bytes: Vec<&'a mut [u8]>,
-    pub slices: Vec<Held<'a>>,
+    pub slices: Vec<PlacedSlice<'a>>,
 }
 
 impl<'a> Memories<'a> {
@@ -143,7 +141,7 @@ impl<'a> Memories<'a> {
                     let reason = format!("slice of tensor {name} in bytes {start}..{end} of a memory of {size} bytes");
                     return Err(Error::InvalidArgument(reason));
                 }
-                all.slices.push(Held { memory, ..slice });
+                all.slices.push(PlacedSlice { memory, ..slice });
             }
             all.bytes.push(bytes);
         }
@@ -151,23 +149,13 @@ impl<'a> Memories<'a> {
         Ok(all)
     }
 
-    /// Checks that no byte belongs to two slices. `layouts` are those of the slices.
-    pub fn check_apart(&self, layouts: &[SliceLayout]) -> Result<()> {
-        let mut order: Vec<usize> = (0..self.slices.len()).collect();
-        order.sort_by_key(|&i| self.slices[i].memory);
-        for of_memory in order.chunk_by(|&a, &b| self.slices[a].memory == self.slices[b].memory) {
-            let span = |&i: &usize| Some((i, layouts[i].span(self.slices[i].range.start as u64)?));
-            let spans: Vec<_> = of_memory.iter().filter_map(span).collect();
-            if let Some([a, b]) = first_overlap(&spans) {
-                let [a, b] = [a, b].map(|i| Escaped(self.slices[i].name));
-                return Err(Error::InvalidArgument(format!("slices of tensors {a} and {b} share memory")));
-            }
-        }
-        Ok(())
+    /// Number of tensors that have slices.
+    pub fn tensors(&self) -> u64 {
+        self.slices.chunk_by(|a, b| a.name == b.name).count() as u64
     }
 
-    /// The bytes of a slice.
-    pub fn of(&self, slice: &Held<'_>) -> &[u8] {
-        &self.bytes[slice.memory][slice.range.clone()]
+    /// Size of all slices in bytes, with the bytes between their rows.
+    pub fn held_bytes(&self) -> u64 {
+        self.slices.iter().map(|slice| slice.range.len() as u64).sum()
     }
 }

@@ -3,17 +3,12 @@
 #![forbid(unsafe_code)]
 
 mod checkpoint;
-mod held;
-mod layout;
 mod memory;
-mod span;
+mod view;
 
 pub use checkpoint::SliceCheckpoint;
-pub(crate) use held::check_disjoint;
-#[cfg(feature = "cuda")]
-pub(crate) use held::{HeldSlices, NewSlice};
-pub(crate) use layout::SliceLayout;
 pub use memory::{FusedSlices, Slice, SliceMut};
-pub(crate) use memory::{Held, Memories};
+pub(crate) use memory::{Memories, PlacedSlice};
 #[cfg(feature = "cuda")]
-pub(crate) use span::Span;
+pub(crate) use view::Views;
+pub(crate) use view::{View, check_disjoint};

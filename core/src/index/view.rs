@@ -5,8 +5,9 @@ use crate::derived::Derived;
 use crate::error::{Error, Result, hex};
 use crate::format::{BaseKind, ChunkMetadata, ChunkSums, DIGEST_SIZE, FileKind, TensorDigests};
 use crate::lane::Dtype;
+use crate::layout::StridedLayout;
 use crate::prelude::*;
-use crate::rectangle::{Rectangle, Runs};
+use crate::rectangle::Rectangle;
 use core::ops::Range;
 
 /// The place of a part in its tensor. Its extents are [`Tensor::shape`].
@@ -96,8 +97,8 @@ impl<'a> Tensor<'a> {
     }
 
     /// The bytes of a part within the bytes of its tensor; `None` for a whole tensor.
-    pub fn runs(&self) -> Option<Runs> {
-        self.part.map(|part| Runs::new(self.dtype.bits(), part.whole, part.origin, self.shape))
+    pub fn layout(&self) -> Option<StridedLayout> {
+        self.part.map(|part| StridedLayout::of_rectangle(self.dtype.bits(), part.whole, None, part.origin, self.shape))
     }
 
     /// Shape that the base tensor must have; `None` if the tensor has no base. The base of a part is the same rectangle of a

@@ -1,4 +1,5 @@
 use super::*;
+use crate::apply::chunk::Chunks;
 use crate::apply::kept::KEPT_PAYLOADS;
 use crate::{Codec, Dtype, Encode, EncodeOptions, FormatVersion, Limits, MemoryCheckpoint, Rule, ValidatedIndex};
 use std::collections::HashSet;
@@ -136,9 +137,9 @@ fn apply(pair: &Pair<Twofold>, limit: u64) -> (Result<ApplyReport>, Vec<u8>) {
 
 fn apply_as(pair: &Pair<Twofold>, limit: u64, mode: InPlace) -> (Result<ApplyReport>, Vec<u8>) {
     let mut bytes = base();
-    let mut tensors = [TensorMut { name: "w", bytes: &mut bytes }];
+    let tensors = vec![TensorMut { name: "w", bytes: &mut bytes }];
     let run = InPlaceRun { pair, mode, digests: true, max_kept_bytes: limit, progress: &|_| {} };
-    let outcome = run.run(&mut tensors);
+    let outcome = run.tensors(tensors);
     (outcome, bytes)
 }
 

@@ -5,9 +5,9 @@ use crate::cuda::index::{TensorOnDevice, tensor_at};
 use crate::cuda::rows::Rows;
 use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::slice::Span;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
+use tpde_core::layout::StridedLayout;
 
 /// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
 ///
@@ -92,14 +92,15 @@ impl Binding {
         base.chain(self.scales.iter().map(|scales| (scales, self.scales_rows)))
     }
 
-    fn span(&self) -> Span {
-        span_of(&self.output, self.output_rows)
+    fn layout(&self) -> StridedLayout {
+        layout_of(&self.output, self.output_rows)
     }
 }
 
-/// The rows of memory that is not empty, and begins and ends with a row.
-fn span_of(memory: &DeviceSlice, rows: Option<Rows>) -> Span {
-    Span::new(memory.address(), memory.bytes(), rows.map(|rows| (rows.bytes, rows.pitch)))
+/// The addresses of memory that is not empty, and begins and ends with a row.
+fn layout_of(memory: &DeviceSlice, rows: Option<Rows>) -> StridedLayout {
+    let Rows { bytes, pitch } = rows.unwrap_or(Rows::new(memory.bytes(), memory.bytes()));
+    StridedLayout::new(memory.address(), bytes, [((memory.bytes() - bytes) / pitch + 1, pitch)])
 }
 
 /// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Rows without gaps between them are left out.
@@ -120,9 +121,9 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
     let mut open: Vec<usize> = Vec::new();
     for binding in occupied {
         let tensor = tensor_at(tensors, binding.tensor)?;
-        let span = binding.span();
-        open.retain(|&i| kept[i].span().end() > span.start());
-        let Some(&i) = open.iter().find(|&&i| kept[i].span().overlaps(&span)) else {
+        let span = binding.layout();
+        open.retain(|&i| kept[i].layout().end() > span.start());
+        let Some(&i) = open.iter().find(|&&i| kept[i].layout().overlaps(&span)) else {
             open.push(kept.len());
             kept.push(binding);
             continue;
@@ -244,7 +245,7 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
 /// Checks that no output overlaps a base, out of place: blocks read bases while other blocks write outputs. `outputs` are sorted
 /// by address, disjoint and not empty.
 fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding]) -> Result<()> {
-    let spans: Vec<_> = outputs.iter().map(Binding::span).collect();
+    let spans: Vec<_> = outputs.iter().map(Binding::layout).collect();
     // The largest end of each output and those before it.
     let ends: Vec<_> = spans
         .iter()
@@ -258,7 +259,7 @@ fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding
             continue;
         }
         let overlapped = binding.sources().filter(|(memory, _)| memory.bytes() > 0).find_map(|(memory, rows)| {
-            let base = span_of(memory, rows);
+            let base = layout_of(memory, rows);
             let first = ends.partition_point(|&end| end <= base.start());
             let after = spans.partition_point(|span| span.start() < base.end());
             (first..after).find(|&i| spans[i].overlaps(&base))

@@ -13,7 +13,8 @@ use tpde_core::derived::BaseForm;
 use tpde_core::error::{Error, Rule};
 use tpde_core::index::Tensor;
 use tpde_core::lane::Dtype;
-use tpde_core::rectangle::{Rectangle, Runs};
+use tpde_core::layout::StridedLayout;
+use tpde_core::rectangle::Rectangle;
 
 pub type Owned = (TensorInfo, Vec<u8>);
 
@@ -134,7 +135,7 @@ pub fn pair_of(
 fn bytes_of(source: &SourceTensor, name: &str, base: &dyn Checkpoint) -> Vec<u8> {
     let SourceTensor { dtype, shape, rectangle } = source;
     let tensor = base.find(name).unwrap();
-    let runs = Runs::new(dtype.bits(), shape, &rectangle.origin, &rectangle.extent);
+    let runs = StridedLayout::of_rectangle(dtype.bits(), shape, None, &rectangle.origin, &rectangle.extent);
     let mut bytes = vec![0; source.bytes() as usize];
     runs.try_each(0, bytes.len(), |at, range| base.read(tensor, at, &mut bytes[range])).unwrap();
     bytes
@@ -340,7 +341,7 @@ fn slices_of_ranks() {
                 .wait()
                 .unwrap();
             for ((info, part, memory), (_, expected)) in outputs.iter().zip(&target) {
-                let runs = Runs::new(info.dtype.bits(), &info.shape, &part.origin, &part.extent);
+                let runs = StridedLayout::of_rectangle(info.dtype.bits(), &info.shape, None, &part.origin, &part.extent);
                 let (mut found, mut right) = (vec![0; memory.bytes() as usize], Vec::new());
                 device.read(memory, &mut found).unwrap();
                 let copy = |at: u64, range: std::ops::Range<usize>| {

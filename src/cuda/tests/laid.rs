@@ -61,7 +61,7 @@ pub fn base_of(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Vec<u8> {
     let mut bytes = vec![0; tensor.base_bytes() as usize];
     if tensor.base_kind != BaseKind::None {
         let place = base.find(tensor.base_name).unwrap();
-        match tensor.runs() {
+        match tensor.layout() {
             None => base.read(place, 0, &mut bytes).unwrap(),
             Some(runs) => runs.try_each(0, bytes.len(), |at, range| base.read(place, at, &mut bytes[range])).unwrap(),
         }

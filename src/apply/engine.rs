@@ -1,0 +1,204 @@
+//! The engine of the processor: decodes the chunks of a plan, and compares digests (spec section 13, steps 8 to 12).
+
+use super::accelerator::{Accelerator, TensorHashes, Work};
+use super::chunk::{Chunks, DecodeWorker, Hashes, decode_from, decode_held, decode_to};
+use super::digests::DigestCheck;
+use super::find::wrong_base;
+use super::memory::{Pieces, Role, divide};
+use super::payloads::Compared;
+use super::plan::{Plan, Task};
+use crate::base::PaddedBase;
+use crate::batches::{Pool, batches, hash_tensor, in_parallel};
+use crate::checkpoint::Checkpoint;
+use crate::reader::{Pair, PayloadDigests};
+use crate::watch::{NoProgress, Progress};
+use blake3::Hash;
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use tpde_core::digest::{self, short};
+use tpde_core::error::{Error, Result, Rule};
+use tpde_core::format::BaseKind;
+use tpde_core::source::Source;
+
+/// A plan, and what its chunks are decoded from.
+pub(crate) struct Engine<'a, B> {
+    pub pair: &'a Pair<B>,
+    /// Source of the payloads: the pair, or the payloads that were kept from an earlier pass.
+    pub chunks: &'a dyn Chunks,
+    /// The checkpoint in which items have their base tensors.
+    pub base: &'a dyn Checkpoint,
+    pub plan: &'a Plan<'a>,
+    /// Whether digests of complete items are compared.
+    pub digests: bool,
+    pub progress: Progress<'a>,
+    /// Hashes of complete base tensors, by position in the base. Several target tensors may share a base tensor.
+    pub(super) whole_bases: Mutex<BTreeMap<usize, Hash>>,
+}
+
+impl<'a, B: Source> Engine<'a, B> {
+    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, plan: &'a Plan<'a>, progress: Progress<'a>) -> Self {
+        Self { pair, chunks: pair, base, plan, digests: true, progress, whole_bases: Mutex::default() }
+    }
+
+    /// Decodes and checks all chunks of the plan, on all threads of the pool.
+    ///
+    /// `memories` are those of the plan; `role` says what they are. `observe` gets each chunk after its checks, on any thread, and
+    /// after it was stored in memory. `done` gets the results in the order of the plan.
+    pub(super) fn execute<T: Send>(
+        &self,
+        memories: &mut [&mut [u8]],
+        role: Role,
+        observe: impl Fn(Task, &[u8]) -> Result<T> + Sync,
+        mut done: impl FnMut(T),
+    ) -> Result<PayloadDigests> {
+        let workers = Pool::new(DecodeWorker::new);
+        let compared = Compared::new(self.chunks, self.plan.chunks());
+        let hash_base = |base_index| self.hash_base(base_index);
+        let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
+        let work = |(task, pieces): &mut (Task, Pieces<'_>)| {
+            let found = workers.with(|worker| self.decode(*task, pieces, role, &compared, worker, &observe))?;
+            self.progress.done(self.plan.bytes_of(*task).1 as u64)?;
+            Ok(found)
+        };
+        let mut run = || -> Result<()> {
+            for batch in batches(self.plan.tasks(), |&task| self.plan.bytes_of(task).1 as u64) {
+                let jobs = divide(memories, self.plan, batch)?;
+                in_parallel(jobs, work, |(task, _), (hashes, observed)| {
+                    hashes.map_or(Ok(()), |hashes| check.add(task.item, hashes))?;
+                    done(observed);
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        };
+        let outcome = run();
+        outcome.and_then(|()| if self.digests { check.finish() } else { Ok(()) }).map_err(|e| compared.explain(e))?;
+        compared.finish()
+    }
+
+    /// Decodes one chunk.
+    fn decode<T>(
+        &self,
+        task: Task,
+        pieces: &mut Pieces<'_>,
+        role: Role,
+        chunks: &Compared<'_>,
+        worker: &mut DecodeWorker,
+        observe: &impl Fn(Task, &[u8]) -> Result<T>,
+    ) -> Result<(Option<Hashes>, T)> {
+        let item = &self.plan.items[task.item];
+        let (tensor, size) = (&item.tensor, item.bytes_of(task.chunk).1);
+        let is_hashed = self.digests && item.is_complete;
+        let base = PaddedBase::new(Some(self.base), item.base);
+        if let (Role::Target, Some(lanes)) = (role, pieces.whole(size)) {
+            let hashes = decode_to(base, chunks, tensor, task.chunk, worker, lanes, is_hashed)?;
+            return Ok((hashes, observe(task, lanes)?));
+        }
+        worker.with_lanes(size, |worker, lanes| {
+            let hashes = match role {
+                Role::Target => decode_from(base, chunks, tensor, task.chunk, worker, lanes, is_hashed)?,
+                Role::Base | Role::InPlace => decode_held(pieces, chunks, tensor, task.chunk, worker, lanes, is_hashed)?,
+            };
+            if role != Role::Base {
+                pieces.store(lanes);
+            }
+            Ok((hashes, observe(task, lanes)?))
+        })
+    }
+
+    /// [`Engine::execute`] on a device, for a plan of whole entries. Each tensor is hashed, by the device or by the processor, and
+    /// then passed to `store` with the number of its item.
+    pub fn execute_on(
+        &self,
+        accelerator: &dyn Accelerator,
+        store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<PayloadDigests> {
+        let tensors: Vec<_> = self.plan.items.iter().map(|item| (item.tensor.place, item.base)).collect();
+        let of_device = Mutex::new(None);
+        let hashed = |hashes: TensorHashes| *of_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(hashes);
+        let hashed: Option<&(dyn Fn(TensorHashes) + Sync)> = if self.digests { Some(&hashed) } else { None };
+        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors, hashed };
+        let hash_base = |base_index| self.hash_base(base_index);
+        let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
+        let compared = accelerator.rebuild(&work, &mut |item, bytes| {
+            let of_device = of_device.lock().unwrap_or_else(PoisonError::into_inner).take();
+            match of_device {
+                _ if !self.digests => {}
+                Some(TensorHashes { base, target }) => check.add_whole(item, Hashes { base, target })?,
+                None => self.hash_chunks(item, bytes)?.into_iter().try_for_each(|hashes| check.add(item, hashes))?,
+            }
+            store(item, bytes)?;
+            self.progress.done(bytes.len() as u64)
+        })?;
+        if self.digests {
+            check.finish()?;
+        }
+        Ok(compared)
+    }
+
+    /// The hashes of a rebuilt tensor's chunks, and of the base chunks.
+    fn hash_chunks(&self, item: usize, target: &[u8]) -> Result<Vec<Hashes>> {
+        let item = &self.plan.items[item];
+        let tensor = &item.tensor;
+        let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
+        let base = item.base.filter(|_| tensor.base_kind.has_all_lanes());
+        let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
+            let offset = (i * chunk_bytes) as u64;
+            let hash_base = |base_index| -> Result<[u8; 32]> {
+                let bytes = self.base.bytes(base_index, offset, lanes.len(), scratch)?;
+                Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
+            };
+            let base = base.map(hash_base).transpose()?;
+            Ok(Hashes { base, target: digest::of_piece(lanes, offset, tensor.bytes()) })
+        };
+        target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
+    }
+
+    /// The hash of a complete base tensor, computed once and cached. The watcher can stop the work, but no progress is reported.
+    pub(super) fn hash_base(&self, base_index: usize) -> Result<Hash> {
+        let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(hash) = known().get(&base_index) {
+            return Ok(*hash);
+        }
+        let hash = hash_tensor(self.base, base_index, &NoProgress(self.progress))?;
+        known().insert(base_index, hash);
+        Ok(hash)
+    }
+
+    /// Finds the cause of an error about a chunk's base sum: hashes the base tensors of complete items, and returns
+    /// [`Error::WrongBase`] or [`Error::AlreadyApplied`] if their digests show that. Other errors are returned unchanged.
+    pub fn explain(&self, error: Error) -> Error {
+        // An error about an earlier step of a chain is an `Error::Step`, and is not about this pair.
+        let failed = match &error {
+            Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum => invalid.at.chunk,
+            _ => return error,
+        };
+        let mut wrong = None;
+        let mut all_are_targets = true;
+        for item in self.plan.items.iter().filter(|item| item.is_complete) {
+            // A tensor that needs no base has a position only in an application in place. If the pair was already applied, its
+            // memory holds the target.
+            let (tensor, Some(base_index)) = (&item.tensor, item.base) else { continue };
+            let found = match self.hash_base(base_index) {
+                Ok(hash) => short(&hash),
+                // Report the failed read: a base that cannot be read may still be the right one.
+                Err(unread) => return unread,
+            };
+            all_are_targets &= found == tensor.digests.target_digest;
+            if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
+                // The tensor of the chunk that failed, or else the first one whose base differs.
+                let chunk = failed.filter(|chunk| tensor.chunks().contains(chunk));
+                if wrong.is_none() || chunk.is_some() {
+                    wrong = Some(wrong_base(tensor, &found, chunk));
+                }
+            }
+        }
+        match wrong {
+            Some(wrong) if all_are_targets => wrong.into_already_applied(),
+            Some(wrong) => wrong,
+            // The base matches all digests, so the sum in the index is wrong.
+            None => error,
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The plan of an application: which chunks are decoded, and where their bytes are in the caller's memory.
+
+use crate::slice::{Memories, PlacedSlice, View, check_disjoint};
+use tpde_core::error::{Error, Escaped, List, Result};
+use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::layout::{Placement, first_overlap};
+
+/// What an application decodes.
+#[derive(Default)]
+pub(crate) struct Plan<'a> {
+    /// In the order of the pair.
+    pub items: Vec<Item<'a>>,
+}
+
+/// An entry of the pair, of which some chunks are decoded.
+pub(crate) struct Item<'a> {
+    pub tensor: Tensor<'a>,
+    /// Position of its base tensor in the base. `None` if there is none, or if the memory has the base.
+    pub base: Option<usize>,
+    /// The chunks, ascending.
+    pub chunks: Vec<u32>,
+    /// Where its bytes are in memory.
+    pub places: Vec<Place>,
+    /// Whether its digests can be compared: all chunks are decoded, and the base lanes that its base digest covers are there.
+    pub is_complete: bool,
+}
+
+/// Memory that has bytes of an entry.
+pub(crate) struct Place {
+    /// Number of the memory.
+    pub memory: usize,
+    pub placement: Placement,
+    /// Number of the slice that asks for these bytes.
+    slice: usize,
+}
+
+/// A chunk to decode.
+#[derive(Clone, Copy)]
+pub(crate) struct Task {
+    /// Number of the item.
+    pub item: usize,
+    pub chunk: u32,
+}
+
+impl<'a> Item<'a> {
+    /// All chunks of an entry.
+    pub fn whole(tensor: Tensor<'a>, base: Option<usize>) -> Self {
+        Self { tensor, base, chunks: tensor.chunks().collect(), places: Vec::new(), is_complete: true }
+    }
+
+    /// All chunks of an entry, whose bytes are those of a memory.
+    pub fn in_memory(tensor: Tensor<'a>, base: Option<usize>, memory: usize) -> Self {
+        let place = Place { memory, placement: Placement::whole(tensor.bytes()), slice: memory };
+        Self { places: vec![place], ..Self::whole(tensor, base) }
+    }
+
+    /// The chunks of an entry of which a memory has bytes. Digests are not compared.
+    pub fn in_part(tensor: Tensor<'a>, base: Option<usize>, placement: Placement) -> Self {
+        let item = Self { places: vec![Place { memory: 0, placement, slice: 0 }], is_complete: false, ..Self::whole(tensor, base) };
+        item.touched()
+    }
+
+    /// Leaves out the chunks of which no memory has bytes.
+    fn touched(mut self) -> Self {
+        let chunks = std::mem::take(&mut self.chunks);
+        self.chunks = chunks.into_iter().filter(|&chunk| self.held(chunk) > 0).collect();
+        self
+    }
+
+    /// Offset and size of a chunk in bytes of the entry.
+    pub fn bytes_of(&self, chunk: u32) -> (u64, usize) {
+        let (lanes, width) = (self.tensor.chunk_range(chunk), self.tensor.lane_bytes() as u64);
+        (lanes.start * width, ((lanes.end - lanes.start) * width) as usize)
+    }
+
+    /// How many bytes of a chunk are in memory.
+    pub fn held(&self, chunk: u32) -> usize {
+        let (offset, size) = self.bytes_of(chunk);
+        self.places.iter().map(|place| place.placement.count(offset, size)).sum()
+    }
+
+    /// The error for a chunk of which `what` lacks lanes. `slices` are those of the request.
+    pub fn not_held(&self, chunk: u32, what: &'static str, slices: &[PlacedSlice<'_>]) -> Error {
+        let (entry, lanes) = (self.tensor.rectangle(), self.tensor.chunk_range(chunk));
+        let (offset, size) = self.bytes_of(chunk);
+        let touching = self.places.iter().filter(|place| place.placement.count(offset, size) > 0);
+        let parts: Vec<_> = touching.map(|place| &slices[place.slice].rectangle).collect();
+        let what = match what {
+            "the slice" if parts.len() > 1 => "the memory of the slices",
+            what => what,
+        };
+        let (part, parts) = (if parts.len() > 1 { "parts" } else { "part" }, List(&parts));
+        Error::NotHeld {
+            tensor: self.tensor.name.to_owned(),
+            chunk,
+            reason: format!(
+                "{what} lacks some of the lanes {}..{} of {entry}. A pair fits in which the tensor is cut at the {part} {parts}",
+                lanes.start, lanes.end
+            ),
+        }
+    }
+}
+
+impl<'a> Plan<'a> {
+    /// The chunks that have bytes of slices. Items have no base yet.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the pair lacks a tensor, if a slice is not within its tensor or has another size, or if slices
+    /// share elements or memory; [`Error::Incomplete`] if the pair lacks elements of a slice.
+    pub fn of_slices(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Self> {
+        let mut plan = Self::default();
+        let mut layouts = vec![Vec::new(); memories.bytes.len()];
+        let mut next = 0;
+        for slices in memories.slices.chunk_by(|a, b| a.name == b.name) {
+            let views = plan.add_slices(index, slices, next)?;
+            for (view, slice) in views.iter().zip(slices) {
+                layouts[slice.memory].push((next, view.layout().shifted(slice.range.start as u64)));
+                next += 1;
+            }
+        }
+        for of_memory in layouts {
+            if let Some(numbers) = first_overlap(&of_memory) {
+                let [a, b] = numbers.map(|i| Escaped(memories.slices[i].name));
+                return Err(Error::InvalidArgument(format!("slices of tensors {a} and {b} share memory")));
+            }
+        }
+        Ok(plan)
+    }
+
+    /// Adds the entries of a tensor that have bytes of its slices, which have numbers from `first` on.
+    fn add_slices(&mut self, index: &'a ValidatedIndex, slices: &[PlacedSlice<'_>], first: usize) -> Result<Vec<View<usize>>> {
+        let name = slices[0].name;
+        let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)));
+        let tensor = index.find(name).ok_or_else(missing)?;
+        let of_tensor = (name, tensor.dtype, tensor.whole_shape());
+        let view = |slice: &PlacedSlice<'_>| {
+            View::new(of_tensor, slice.rectangle.clone(), slice.pitch, slice.range.len() as u64, slice.memory)
+        };
+        let views = slices.iter().map(view).collect::<Result<Vec<_>>>()?;
+        check_disjoint(name, slices.iter().map(|slice| &slice.rectangle))?;
+        slices.iter().try_for_each(|slice| index.check_has(name, &slice.rectangle))?;
+        for entry in index.entries(name) {
+            let array = entry.rectangle();
+            let place = |(i, view): (usize, &View<usize>)| {
+                let placement = view.placement(&array)?.shifted(slices[i].range.start as u64);
+                Some(Place { memory: view.memory, placement, slice: first + i })
+            };
+            let places: Vec<_> = views.iter().enumerate().filter_map(place).collect();
+            if !places.is_empty() {
+                let mut item = Item { places, ..Item::whole(entry, None) }.touched();
+                item.is_complete = item.chunks.len() == entry.chunk_count as usize;
+                self.items.push(item);
+            }
+        }
+        Ok(views)
+    }
+
+    /// The chunks to decode. Those of the parts of a tensor are in the order of their first bytes in the tensor, so that
+    /// neighbouring columns are rebuilt, and written, together.
+    pub fn tasks(&self) -> impl Iterator<Item = Task> + '_ {
+        let tensors = self.items.chunk_by(|a, b| a.tensor.part.is_some() && a.tensor.name == b.tensor.name);
+        let mut next = 0;
+        tensors.flat_map(move |parts| {
+            let first = next;
+            next += parts.len();
+            let of_part = |(item, part): (usize, &'_ Item<'a>)| {
+                part.chunks.iter().map(move |&chunk| Task { item, chunk }).collect::<Vec<_>>()
+            };
+            let mut tasks: Vec<_> = (first..).zip(parts).flat_map(of_part).collect();
+            if parts.len() > 1 {
+                let layouts: Vec<_> = parts.iter().map(|part| part.tensor.layout()).collect();
+                let position = |task: &Task| {
+                    let part = task.item - first;
+                    layouts[part].as_ref().map(|layout| layout.at(parts[part].bytes_of(task.chunk).0))
+                };
+                tasks.sort_by_cached_key(position);
+            }
+            tasks
+        })
+    }
+
+    /// Indexes of the chunks in the index map.
+    pub fn chunks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.items.iter().flat_map(|item| item.chunks.iter().copied())
+    }
+
+    /// Offset and size of a task's chunk in bytes of its entry.
+    pub fn bytes_of(&self, task: Task) -> (u64, usize) {
+        self.items[task.item].bytes_of(task.chunk)
+    }
+}
