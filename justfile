@@ -3,15 +3,9 @@
 _:
     @just --list
 
-# Formatting, lints, documentation
+# Formatting, lints, module graph, budgets, documentation: all that runs no test
 check:
-    cargo fmt --all --check
-    cargo fmt --manifest-path fuzz/Cargo.toml --check
-    scripts/cycles
-    scripts/light
-    cargo clippy --workspace --all-targets --all-features -- -D warnings
-    cargo clippy --workspace --exclude tpde-python --all-targets --no-default-features -- -D warnings
-    RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
+    scripts/check
 
 # What the working tree changes: formatting, lints, tests of the changed crates
 quick:
