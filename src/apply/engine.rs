@@ -15,6 +15,7 @@ use crate::watch::{NoProgress, Progress};
 use blake3::Hash;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use tpde_core::digest::{self, short};
 use tpde_core::error::{Error, Result, Rule};
@@ -56,15 +57,23 @@ impl<'a, B: Source> Engine<'a, B> {
         let compared = Compared::new(self.chunks, self.plan.chunks());
         let hash_base = |base_index| self.hash_base(base_index);
         let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
-        let work = |(task, pieces): &mut (Task, Pieces<'_>)| {
-            let found = workers.with(|worker| self.decode(*task, pieces, role, &compared, worker, &observe))?;
-            self.progress.done(self.plan.bytes_of(*task).1 as u64)?;
-            Ok(found)
+        // After an error no later chunk is written in place. Earlier ones run, so that the first error is always the same.
+        let failed = AtomicUsize::new(usize::MAX);
+        let work = |(number, (task, pieces)): &mut (usize, (Task, Pieces<'_>))| {
+            if role == Role::InPlace && failed.load(Ordering::Relaxed) < *number {
+                return Ok(None);
+            }
+            let found = workers.with(|worker| self.decode(*task, pieces, role, &compared, worker, &observe));
+            let found = found.and_then(|found| self.progress.done(self.plan.bytes_of(*task).1 as u64).map(|()| found));
+            found.map(Some).inspect_err(|_| {
+                failed.fetch_min(*number, Ordering::Relaxed);
+            })
         };
         let mut run = || -> Result<()> {
             for batch in batches(self.plan.tasks(), |&task| self.plan.bytes_of(task).1 as u64) {
                 let jobs = divide(memories, self.plan, batch)?;
-                in_parallel(jobs, work, |(task, _), (hashes, observed)| {
+                in_parallel(jobs.into_iter().enumerate().collect(), work, |(_, (task, _)), found| {
+                    let Some((hashes, observed)) = found else { return Ok(()) };
                     hashes.map_or(Ok(()), |hashes| check.add(task.item, hashes))?;
                     done(observed);
                     Ok(())
