@@ -82,8 +82,7 @@ pub(super) fn copy<B: Source, W: Write>(
             Ok(())
         },
     )?;
-    copier.begin_until(plan.entries.len())?;
-    copier.check_lists()
+    copier.finish()
 }
 
 /// Divides the chunks of a tensor into blocks of at most [`BLOCK`] bytes of payloads, or of one chunk.
@@ -172,7 +171,7 @@ struct Copier<'a, B, W> {
 
 impl<B: Source, W: Write> Copier<'_, B, W> {
     fn add(&mut self, job: &Job, stored: &[u8], digests: &[[u8; DIGEST_SIZE]]) -> Result<()> {
-        self.begin(job.entry + 1)?;
+        self.begin_until(job.entry + 1)?;
         let Entry { input, .. } = self.plan.entries[job.entry];
         if let Some(listed) = self.lists[input as usize].get_mut(job.chunks()) {
             listed.copy_from_slice(digests);
@@ -182,7 +181,7 @@ impl<B: Source, W: Write> Copier<'_, B, W> {
     }
 
     /// Begins tensors until `count` have begun. Ends the tensor before each.
-    fn begin(&mut self, count: usize) -> Result<()> {
+    fn begin_until(&mut self, count: usize) -> Result<()> {
         while self.begun < count {
             self.end()?;
             self.builder.begin_tensor(&self.plan.spec(self.inputs, self.plan.entries[self.begun]));
@@ -191,19 +190,16 @@ impl<B: Source, W: Write> Copier<'_, B, W> {
         Ok(())
     }
 
-    /// Begins and ends all remaining tensors, which have no chunks.
-    fn begin_until(&mut self, count: usize) -> Result<()> {
-        self.begin(count)?;
-        self.end()
-    }
-
     fn end(&mut self) -> Result<()> {
         let Some(last) = self.begun.checked_sub(1) else { return Ok(()) };
         self.builder.end_copied_tensor(tensor(self.inputs, self.plan.entries[last]).digests)
     }
 
-    /// Compares the payload lists with the payload roots of their pairs.
-    fn check_lists(&self) -> Result<()> {
+    /// Ends the last tensor, adds the remaining ones, which have no chunks, and compares the payload lists with the payload roots of
+    /// their pairs.
+    fn finish(mut self) -> Result<()> {
+        self.begin_until(self.plan.entries.len())?;
+        self.end()?;
         let mut formed = self.inputs.iter().zip(&self.lists).filter(|(_, list)| !list.is_empty());
         formed.try_for_each(|(input, list)| input.index().check_payload_list(list).map_err(|e| e.in_pair(&input.label)))
     }
