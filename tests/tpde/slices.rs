@@ -191,6 +191,25 @@ fn a_slice_that_cuts_a_chunk_is_refused_and_the_error_names_the_entry() {
 }
 
 #[test]
+fn slices_that_are_not_the_base_are_named_in_both_modes() {
+    let base = tensor("w", "BF16", &[100, 100], 1);
+    let target = tuned(&base, 3);
+    let rows = Rectangle::new([0, 0], [50, 100]);
+    let pair = pair(&base, &target, cuts(&[100, 100], 0, 50));
+    for mode in [InPlace::AllChecked, InPlace::ChunkByChunk] {
+        let apply = |of: &Data| {
+            let mut held = Held::new(of, &rows, 3);
+            let before = held.bytes.clone();
+            let outcome = Apply::new(&pair).in_place_slices([held.slice_mut("w")], mode);
+            assert!(held.bytes == before, "{mode:?}");
+            outcome.unwrap_err()
+        };
+        assert!(matches!(apply(&target), Error::AlreadyApplied { .. }), "{mode:?}");
+        assert!(matches!(apply(&tuned(&base, 8)), Error::WrongBase { .. }), "{mode:?}");
+    }
+}
+
+#[test]
 fn a_slice_that_the_pair_does_not_cover_is_refused_before_anything_is_written() {
     let base = tensor("w", "BF16", &[100, 100], 1);
     let target = tuned(&base, 3);

@@ -191,6 +191,24 @@ fn payloads_are_kept_up_to_the_limit_in_all() {
     assert_eq!(*read_again.blob().reads_again.lock().unwrap(), 1);
 }
 
+#[test]
+fn no_chunk_is_written_after_one_that_failed() {
+    let pair = encode(&target(&[]));
+    let index = ValidatedIndex::parse(pair.index().as_bytes().to_vec(), &Limits::default()).unwrap();
+    let mut blob = pair.blob().clone();
+    blob[index.records()[1].blob_offset.get() as usize] ^= 1;
+    let pair = Pair::new(index, blob).unwrap();
+    let mut bytes = base();
+    let mode = InPlace::ChunkByChunk;
+    let run = InPlaceRun { pair: &pair, mode, digests: true, max_kept_bytes: 0, progress: &|_| {} };
+    let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    let outcome = one_thread.install(|| run.tensors(vec![TensorMut { name: "w", bytes: &mut bytes }]));
+    let Err(Error::Poisoned { written, total, source }) = outcome else { panic!("{outcome:?}") };
+    assert_eq!((&written[..], total, source.rule()), (&[0][..], 4, Some(Rule::PayloadCrc32)));
+    let chunk = 4 * CHUNK_LANES;
+    assert!(bytes[..chunk] == target(&[])[..chunk] && bytes[chunk..] == base()[chunk..]);
+}
+
 /// All payloads are hashed before the first write. Each is compared again when it is decoded, so a blob that changes in between
 /// changes no tensor.
 #[test]
