@@ -26,18 +26,17 @@ pub struct StridedLayout {
 impl StridedLayout {
     /// Runs of `run` bytes from offset `start` on, repeated in dimensions of an extent and a stride, from the outermost.
     pub fn new(start: u64, run: u64, dims: impl IntoIterator<Item = (u64, u64), IntoIter: DoubleEndedIterator>) -> Self {
+        let dims: Vec<_> = dims.into_iter().collect();
+        if run == 0 || dims.iter().any(|(extent, _)| *extent == 0) {
+            return Self { start, run: 0, dims: Vec::new() };
+        }
         let mut layout = Self { start, run, dims: Vec::new() };
-        for (extent, stride) in dims.into_iter().rev() {
+        for (extent, stride) in dims.into_iter().rev().filter(|(extent, _)| *extent > 1) {
             match layout.dims.last_mut() {
-                _ if extent == 1 => {}
-                _ if extent == 0 => layout.run = 0,
-                None if stride == layout.run => layout.run *= extent,
-                Some((inner, distance)) if *inner * *distance == stride => *inner *= extent,
+                None if stride == layout.run => layout.run = layout.run.saturating_mul(extent),
+                Some((inner, distance)) if inner.saturating_mul(*distance) == stride => *inner = inner.saturating_mul(extent),
                 _ => layout.dims.push((extent, stride)),
             }
-        }
-        if layout.run == 0 {
-            layout.dims.clear();
         }
         layout.dims.reverse();
         layout
@@ -80,7 +79,7 @@ impl StridedLayout {
 
     /// Number of bytes of the array.
     pub fn bytes(&self) -> u64 {
-        self.run * self.dims.iter().map(|(extent, _)| extent).product::<u64>()
+        self.dims.iter().fold(self.run, |bytes, (extent, _)| bytes.saturating_mul(*extent))
     }
 
     /// Length of a run in bytes.
@@ -184,8 +183,8 @@ impl StridedLayout {
         self.try_each(0, self.bytes() as usize, each).is_ok()
     }
 
-    /// Whether both have a byte in common. Time: constant if both have the same strides, or if one is a run; else one step per run
-    /// of those that may overlap.
+    /// Whether both have a byte in common. Time: constant for rows of the same pitch, or if one is a run; else one step per run of
+    /// those that may overlap.
     pub fn overlaps(&self, other: &Self) -> bool {
         let sorted = |layout: &Self| {
             let mut dims = layout.dims.clone();
@@ -229,8 +228,14 @@ impl StridedLayout {
     pub fn permute(&self, size: u64, shape: &[u64], order: &[usize]) -> Option<Self> {
         let mut sorted = order.to_vec();
         sorted.sort_unstable();
+        if !sorted.into_iter().eq(0..shape.len()) {
+            return None;
+        }
+        if self.run == 0 || shape.contains(&0) {
+            return (self.run == 0 && shape.contains(&0)).then(|| self.clone());
+        }
         let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim))?;
-        if !sorted.into_iter().eq(0..shape.len()) || elements.checked_mul(size)? != self.bytes() {
+        if elements.checked_mul(size)? != self.bytes() {
             return None;
         }
         let stride = |dim: usize| size * shape[dim + 1..].iter().product::<u64>();
@@ -257,6 +262,10 @@ impl Digit {
     /// Adds the dimensions in memory of `extent` positions at distance `stride`, from the innermost. `None` if a digit would be
     /// carried within one of them.
     fn walk(digits: &mut [Self], mut extent: u64, mut stride: u64, dims: &mut Vec<(u64, u64)>) -> Option<()> {
+        if stride == 0 {
+            dims.push((extent, 0));
+            return Some(());
+        }
         let mut first = digits.iter().rposition(|digit| digit.weight <= stride)?;
         while extent > 1 {
             let digit = digits.get_mut(first)?;
@@ -392,6 +401,11 @@ impl Placement {
     fn common_in(&self, position: u64, size: usize) -> Range<u64> {
         let number = |position| self.from.before(position).clamp(self.common.start, self.common.end);
         number(position)..number(position.saturating_add(size as u64))
+    }
+
+    /// The length of the shortest run of common bytes, but for those at the ends of what is asked for.
+    pub fn least_run(&self) -> u64 {
+        self.from.run().min(self.to.run())
     }
 
     /// How many of `size` bytes of the array, from byte `position` on, the memory has.

@@ -27,7 +27,7 @@ pub(crate) struct Engine<'a, B> {
     pub pair: &'a Pair<B>,
     /// Source of the payloads: the pair, or the payloads that were kept from an earlier pass.
     pub chunks: &'a dyn Chunks,
-    /// The checkpoint in which items have their base tensors.
+    /// The checkpoint in which items have their base tensors. Not read if the memory has the base.
     pub base: &'a dyn Checkpoint,
     pub plan: &'a Plan<'a>,
     /// Whether digests of complete items are compared.
@@ -57,7 +57,7 @@ impl<'a, B: Source> Engine<'a, B> {
         let compared = Compared::new(self.chunks, self.plan.chunks());
         let hash_base = |base_index| self.hash_base(base_index);
         let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
-        // After an error no later chunk is written in place. Earlier ones run, so that the first error is always the same.
+        // After an error no later chunk is begun in place. Earlier ones run, so that the first error is always the same.
         let failed = AtomicUsize::new(usize::MAX);
         let work = |(number, (task, pieces)): &mut (usize, (Task, Pieces<'_>))| {
             if role == Role::InPlace && failed.load(Ordering::Relaxed) < *number {
@@ -70,7 +70,7 @@ impl<'a, B: Source> Engine<'a, B> {
             })
         };
         let mut run = || -> Result<()> {
-            for batch in batches(self.plan.tasks(), |&task| self.plan.bytes_of(task).1 as u64) {
+            for batch in batches(self.plan.tasks(), |&task| self.plan.cost_of(task)) {
                 let jobs = divide(memories, self.plan, batch)?;
                 in_parallel(jobs.into_iter().enumerate().collect(), work, |(_, (task, _)), found| {
                     let Some((hashes, observed)) = found else { return Ok(()) };

@@ -51,7 +51,7 @@ impl Pieces<'_> {
     }
 }
 
-/// Divides memory among chunks.
+/// Divides memory among chunks. Memory: about 100 bytes per run of the chunks in memory, of which a batch has few enough.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if two chunks share bytes. Plans exclude that.

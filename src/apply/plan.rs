@@ -1,9 +1,13 @@
 //! The plan of an application: which chunks are decoded, and where their bytes are in the caller's memory.
 
 use crate::slice::{Memories, PlacedSlice, View, check_disjoint};
+use std::ops::Range;
 use tpde_core::error::{Error, Escaped, List, Result};
 use tpde_core::index::{Tensor, ValidatedIndex};
 use tpde_core::layout::{Placement, first_overlap};
+
+/// Size in bytes of what dividing memory keeps of a run.
+const RUN_BYTES: u64 = 128;
 
 /// What an application decodes.
 #[derive(Default)]
@@ -15,7 +19,7 @@ pub(crate) struct Plan<'a> {
 /// An entry of the pair, of which some chunks are decoded.
 pub(crate) struct Item<'a> {
     pub tensor: Tensor<'a>,
-    /// Position of its base tensor in the base. `None` if there is none, or if the memory has the base.
+    /// Position of its base tensor in the base. In place, its number in `MemoryBase`. `None` if there is none.
     pub base: Option<usize>,
     /// The chunks, ascending.
     pub chunks: Vec<u32>,
@@ -30,7 +34,7 @@ pub(crate) struct Place {
     /// Number of the memory.
     pub memory: usize,
     pub placement: Placement,
-    /// Number of the slice that asks for these bytes.
+    /// Number of the slice that asks for these bytes, if slices do.
     slice: usize,
 }
 
@@ -54,10 +58,11 @@ impl<'a> Item<'a> {
         Self { places: vec![place], ..Self::whole(tensor, base) }
     }
 
-    /// The chunks of an entry of which a memory has bytes. Digests are not compared.
-    pub fn in_part(tensor: Tensor<'a>, base: Option<usize>, placement: Placement) -> Self {
-        let item = Self { places: vec![Place { memory: 0, placement, slice: 0 }], is_complete: false, ..Self::whole(tensor, base) };
-        item.touched()
+    /// The chunks with `bytes` of an entry, which are those that a memory has. Digests are not compared.
+    pub fn in_part(tensor: Tensor<'a>, base: Option<usize>, bytes: &Range<u64>, placement: Placement) -> Self {
+        let width = tensor.lane_bytes() as u64;
+        let chunks = tensor.chunks_of(&(bytes.start / width..bytes.end / width)).collect();
+        Self { tensor, base, chunks, places: vec![Place { memory: 0, placement, slice: 0 }], is_complete: false }
     }
 
     /// Leaves out the chunks of which no memory has bytes.
@@ -71,6 +76,12 @@ impl<'a> Item<'a> {
     pub fn bytes_of(&self, chunk: u32) -> (u64, usize) {
         let (lanes, width) = (self.tensor.chunk_range(chunk), self.tensor.lane_bytes() as u64);
         (lanes.start * width, ((lanes.end - lanes.start) * width) as usize)
+    }
+
+    /// What a chunk of `size` bytes costs in a batch: its size, or that of the list of its runs in memory.
+    fn cost(&self, size: usize) -> u64 {
+        let runs = self.places.iter().map(|place| size as u64 / place.placement.least_run().max(1));
+        runs.sum::<u64>().saturating_mul(RUN_BYTES).max(size as u64)
     }
 
     /// How many bytes of a chunk are in memory.
@@ -146,7 +157,9 @@ impl<'a> Plan<'a> {
                 Some(Place { memory: view.memory, placement, slice: first + i })
             };
             let places: Vec<_> = views.iter().enumerate().filter_map(place).collect();
-            if !places.is_empty() {
+            // Digests of an empty tensor are compared too.
+            let is_empty = entry.lanes == 0 && slices.iter().any(|slice| slice.rectangle == array);
+            if !places.is_empty() || is_empty {
                 let mut item = Item { places, ..Item::whole(entry, None) }.touched();
                 item.is_complete = item.chunks.len() == entry.chunk_count as usize;
                 self.items.push(item);
@@ -182,6 +195,12 @@ impl<'a> Plan<'a> {
     /// Indexes of the chunks in the index map.
     pub fn chunks(&self) -> impl Iterator<Item = u32> + '_ {
         self.items.iter().flat_map(|item| item.chunks.iter().copied())
+    }
+
+    /// What a task costs in a batch.
+    pub fn cost_of(&self, task: Task) -> u64 {
+        let item = &self.items[task.item];
+        item.cost(item.bytes_of(task.chunk).1)
     }
 
     /// Offset and size of a task's chunk in bytes of its entry.

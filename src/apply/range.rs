@@ -1,5 +1,6 @@
 //! Parts of a tensor: a range of elements, and the changed elements.
 
+use super::engine::Engine;
 use super::memory::Role;
 use super::moves::Moves;
 use super::plan::{Item, Plan, Task};
@@ -76,8 +77,9 @@ pub(super) fn range<B: Source>(request: &Request<'_, B>, name: &str, elements: R
     let (mut items, mut covered) = (Vec::new(), 0);
     for (tensor, base) in entries {
         let layout = tensor.layout().unwrap_or_else(|| StridedLayout::contiguous(0, tensor.bytes()));
-        covered += layout.before(wanted.end) - layout.before(wanted.start);
-        items.push(Item::in_part(tensor, base, Placement::of_range(layout, &wanted)));
+        let bytes = layout.before(wanted.start)..layout.before(wanted.end);
+        covered += bytes.end - bytes.start;
+        items.push(Item::in_part(tensor, base, &bytes, Placement::of_range(layout, &wanted)));
     }
     let size = wanted.end - wanted.start;
     if covered < size {
@@ -90,7 +92,9 @@ pub(super) fn range<B: Source>(request: &Request<'_, B>, name: &str, elements: R
     let size = usize::try_from(size).ok().filter(|&size| out.try_reserve_exact(size).is_ok());
     out.resize(size.ok_or_else(|| Error::io("allocate", name.as_ref(), std::io::ErrorKind::OutOfMemory.into()))?, 0);
     let plan = Plan { items };
-    request.engine(&plan).execute(&mut [&mut out], Role::Target, |_, _| Ok(()), |()| {})?;
+    // A range is not part of what is announced to the watcher.
+    let engine = Engine { progress: &|_| {}, ..request.engine(&plan) };
+    engine.execute(&mut [&mut out], Role::Target, |_, _| Ok(()), |()| {})?;
     Ok(out)
 }
 

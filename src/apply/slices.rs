@@ -11,6 +11,8 @@ use tpde_core::source::Source;
 /// Rebuilds slices in memory whose content is ignored. Entries of which all chunks are decoded are compared with their digests.
 pub(super) fn rebuild<B: Source>(request: &Request<'_, B>, mut memories: Memories<'_>) -> Result<ApplyReport> {
     let mut plan = Plan::of_slices(request.pair.index(), &memories)?;
+    // An empty slice needs no base.
+    plan.items.retain(|item| !item.chunks.is_empty());
     plan.items.iter_mut().try_for_each(|item| request.find_base(&item.tensor).map(|base| item.base = base))?;
     for item in &mut plan.items {
         let Some(base) = item.base else { continue };

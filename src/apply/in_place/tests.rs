@@ -1,9 +1,12 @@
 use super::*;
 use crate::apply::chunk::Chunks;
 use crate::apply::kept::KEPT_PAYLOADS;
-use crate::{Codec, Dtype, Encode, EncodeOptions, FormatVersion, Limits, MemoryCheckpoint, Rule, ValidatedIndex};
+use crate::{Apply, Codec, Dtype, Encode, EncodeOptions, FormatVersion, Limits, MemoryCheckpoint, Rule, ValidatedIndex};
 use std::collections::HashSet;
+use tpde_core::digest;
+use tpde_core::format::Form;
 use tpde_core::sums::Q;
+use tpde_core::writer::{PairBuilder, TensorSpec};
 
 /// The response of a blob to the second read of a payload.
 #[derive(Debug, Clone, Copy)]
@@ -207,6 +210,31 @@ fn no_chunk_is_written_after_one_that_failed() {
     assert_eq!((&written[..], total, source.rule()), (&[0][..], 4, Some(Rule::PayloadCrc32)));
     let chunk = 4 * CHUNK_LANES;
     assert!(bytes[..chunk] == target(&[])[..chunk] && bytes[chunk..] == base()[chunk..]);
+}
+
+#[test]
+fn the_digests_of_an_empty_tensor_are_compared() {
+    let pair = |target: &[u8]| {
+        let mut builder = PairBuilder::new(Vec::new(), "memory".into(), Form::default()).unwrap();
+        builder.begin_tensor(&TensorSpec {
+            name: "e".into(),
+            base_name: None,
+            dtype: Dtype::U8,
+            shape: vec![0],
+            part: None,
+            base_kind: BaseKind::Same,
+            base_param: 0,
+            derived: None,
+            codec: Codec::Raw,
+            tables: None,
+            chunk_lanes_log2: 12,
+        });
+        builder.end_tensor(Some(digest::of(&[])), digest::of(target));
+        Pair::try_from(builder.finish().unwrap()).unwrap()
+    };
+    let apply = |pair: &Pair<Vec<u8>>| Apply::new(pair).in_place([TensorMut { name: "e", bytes: &mut [] }], InPlace::AllChecked);
+    assert!(apply(&pair(&[])).unwrap().digests_checked);
+    assert_eq!(apply(&pair(&[1])).unwrap_err().rule(), Some(Rule::TensorTargetDigest));
 }
 
 /// All payloads are hashed before the first write. Each is compared again when it is decoded, so a blob that changes in between
