@@ -196,8 +196,9 @@ impl StridedLayout {
         self.run > 0 && two.run > 0 && one.meets(Runs { start: two.start, run: two.run, dims: &other_dims })
     }
 
-    /// The layout of an array that lies in this array as `inner` says: byte *p* is at `self.at(inner.at(p))`. `None` if that is not
-    /// a strided layout, as for a rectangle whose rows end within a run of this array and go on in the next one.
+    /// The layout of an array within this array: `inner` has its layout in this array, and the result has its layout in the memory.
+    /// Byte *p* is at `self.at(inner.at(p))`. `None` if extents and strides cannot describe the result. For example, a row of the
+    /// inner array ends in one row of this array and goes on in the next one.
     pub fn compose(&self, inner: &Self) -> Option<Self> {
         if inner.run == 0 {
             return Some(Self::contiguous(self.start, 0));
@@ -259,8 +260,8 @@ struct Digit {
 }
 
 impl Digit {
-    /// Adds the dimensions in memory of `extent` positions at distance `stride`, from the innermost. `None` if a digit would be
-    /// carried within one of them.
+    /// Adds the dimensions in memory of `extent` positions at distance `stride`, from the innermost. `None` if the positions of one
+    /// dimension cross the end of a digit.
     fn walk(digits: &mut [Self], mut extent: u64, mut stride: u64, dims: &mut Vec<(u64, u64)>) -> Option<()> {
         if stride == 0 {
             dims.push((extent, 0));
@@ -403,15 +404,17 @@ impl Placement {
         number(position)..number(position.saturating_add(size as u64))
     }
 
-    /// The length of the shortest run of common bytes, but for those at the ends of what is asked for.
-    pub fn least_run(&self) -> u64 {
-        self.from.run().min(self.to.run())
-    }
-
     /// How many of `size` bytes of the array, from byte `position` on, the memory has.
     pub fn count(&self, position: u64, size: usize) -> usize {
         let common = self.common_in(position, size);
         (common.end - common.start) as usize
+    }
+
+    /// The number of runs that [`Placement::try_each`] goes through, at most.
+    pub fn max_runs(&self, position: u64, size: usize) -> u64 {
+        let bytes = self.count(position, size) as u64;
+        // Each run begins where one of the layouts begins a run, or is the first.
+        [&self.from, &self.to].map(|layout| bytes.div_ceil(layout.run().max(1))).iter().sum::<u64>() + u64::from(bytes > 0)
     }
 
     /// Goes through the bytes that the memory has, of `size` bytes of the array from byte `position` on: calls `each` with their

@@ -1,4 +1,5 @@
-//! A hostile pair in files, whose blob is mapped: it behaves as the same pair in memory, and a blob that was cut is refused alike.
+//! A hostile pair in files, whose blob is mapped: it gives the results and errors of the same pair in memory, also if its blob is
+//! cut.
 //!
 //! Input: that of `apply_pair`.
 

@@ -1,6 +1,5 @@
 //! Decoding one chunk: steps 8 to 11 of spec section 13.
 
-use super::memory::Pieces;
 use crate::base::PaddedBase;
 use crate::reader::Pair;
 use std::cell::Cell;
@@ -150,30 +149,6 @@ pub(super) fn decode_to(
     Rule::ChunkBaseSum.check_eq(base_sum, base.sum()).map_err(at)?;
     Rule::ChunkTargetSum.check_eq(target_sum, decoded_sum.map_err(at)?).map_err(at)?;
     Ok(None)
-}
-
-/// [`decode`] with base lanes that are in the memory of an application in place.
-pub(super) fn decode_held(
-    pieces: &Pieces<'_>,
-    chunks: &dyn Chunks,
-    tensor: &Tensor<'_>,
-    chunk: u32,
-    worker: &mut DecodeWorker,
-    lanes: &mut [u8],
-    with_hashes: bool,
-) -> Result<Option<Hashes>> {
-    let first = tensor.chunk_range(chunk).start;
-    let fill = |first_lane: u64, block: &mut [u8], sum: &mut ChunkSum| {
-        // The old bytes of a tensor without a base are not its base.
-        if tensor.base_kind == BaseKind::None {
-            block.fill(0);
-            sum.add(block);
-        } else {
-            pieces.load((first_lane - first) as usize * tensor.lane_bytes(), block, sum);
-        }
-        Ok(())
-    };
-    decode(chunks, tensor, chunk, fill, worker, lanes, with_hashes)
 }
 
 /// Steps 8 to 11: fills `lanes`, which has the chunk's length, with the chunk's target lanes.

@@ -1,10 +1,10 @@
 //! The engine of the processor: decodes the chunks of a plan, and compares digests (spec section 13, steps 8 to 12).
 
 use super::accelerator::{Accelerator, TensorHashes, Work};
-use super::chunk::{Chunks, DecodeWorker, Hashes, decode_from, decode_held, decode_to};
+use super::chunk::{Chunks, DecodeWorker, Hashes, decode, decode_from, decode_to};
 use super::digests::DigestCheck;
 use super::find::wrong_base;
-use super::memory::{Pieces, Role, divide};
+use super::memory::{Pieces, RUN_BYTES, Role, divide};
 use super::payloads::Compared;
 use super::plan::{Plan, Task};
 use crate::base::PaddedBase;
@@ -70,7 +70,7 @@ impl<'a, B: Source> Engine<'a, B> {
             })
         };
         let mut run = || -> Result<()> {
-            for batch in batches(self.plan.tasks(), |&task| self.plan.cost_of(task)) {
+            for batch in batches(self.plan.tasks(), |&task| cost(self.plan, task)) {
                 let jobs = divide(memories, self.plan, batch)?;
                 in_parallel(jobs.into_iter().enumerate().collect(), work, |(_, (task, _)), found| {
                     let Some((hashes, observed)) = found else { return Ok(()) };
@@ -107,7 +107,10 @@ impl<'a, B: Source> Engine<'a, B> {
         worker.with_lanes(size, |worker, lanes| {
             let hashes = match role {
                 Role::Target => decode_from(base, chunks, tensor, task.chunk, worker, lanes, is_hashed)?,
-                Role::Base | Role::InPlace => decode_held(pieces, chunks, tensor, task.chunk, worker, lanes, is_hashed)?,
+                Role::Base | Role::InPlace => {
+                    let fill = pieces.base_lanes(tensor, task.chunk);
+                    decode(chunks, tensor, task.chunk, fill, worker, lanes, is_hashed)?
+                }
             };
             if role != Role::Base {
                 pieces.store(lanes);
@@ -209,5 +212,38 @@ impl<'a, B: Source> Engine<'a, B> {
             // The base matches all digests, so the sum in the index is wrong.
             None => error,
         }
+    }
+}
+
+/// What a task costs in a batch: the size of its lanes, or of the list of its runs in memory if that is larger.
+fn cost(plan: &Plan<'_>, task: Task) -> u64 {
+    let runs = plan.items[task.item].max_runs(task.chunk).saturating_mul(RUN_BYTES);
+    runs.max(plan.bytes_of(task).1 as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::apply::plan::Item;
+    use crate::slice::{Memories, SliceMut};
+    use crate::{Dtype, Encode, MemoryCheckpoint, Rectangle, TensorInfo};
+
+    #[test]
+    fn a_chunk_of_short_runs_costs_more_than_its_bytes() {
+        let info = TensorInfo { name: "t".into(), dtype: Dtype::U8, shape: vec![1000, 2] };
+        let target = MemoryCheckpoint::new([(info, &[7; 2000][..])]).unwrap();
+        let (pair, _) = Encode::new(&target).to_memory().unwrap();
+        let task = Task { item: 0, chunk: 0 };
+        let whole = Plan { items: vec![Item::in_memory(pair.index().tensor(0), None, 0)] };
+        assert_eq!(cost(&whole, task), 2000);
+        let mut memory = [0; 1000];
+        let column = SliceMut::new("t", Rectangle::new([0, 1], [1000, 1]), &mut memory);
+        let memories = Memories::new([column]).unwrap();
+        let plan = Plan::of_slices(pair.index(), &memories).unwrap();
+        let cost = cost(&plan, task);
+        assert!((1000 * RUN_BYTES..1010 * RUN_BYTES).contains(&cost), "{cost}");
+        // What it stands for: the list of runs, and the pieces.
+        let run = size_of::<(usize, usize, std::ops::Range<usize>, usize)>() + size_of::<(std::ops::Range<usize>, &mut [u8])>();
+        assert!(run as u64 <= RUN_BYTES);
     }
 }

@@ -85,7 +85,7 @@ impl<B: Source> InPlaceRun<'_, B> {
             check_in_place(&item.tensor)?;
             let is_cut = |&&chunk: &&u32| item.held(chunk) < item.bytes_of(chunk).1;
             if let Some(&chunk) = item.chunks.iter().find(is_cut) {
-                return Err(item.not_held(chunk, "the slice", &memories.slices));
+                return Err(item.not_held(chunk, None, &memories.slices));
             }
             item.base = Some(number); // in `MemoryBase`
         }

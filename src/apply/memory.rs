@@ -4,6 +4,7 @@ use super::plan::{Plan, Task};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use std::ops::Range;
 use tpde_core::error::{Error, Result};
+use tpde_core::format::BaseKind;
 use tpde_core::index::Tensor;
 use tpde_core::sums::ChunkSum;
 
@@ -35,8 +36,22 @@ impl Pieces<'_> {
         self.0.iter_mut().for_each(|(range, memory)| memory.copy_from_slice(&chunk[range.clone()]));
     }
 
-    /// Fills `block` with the bytes of the chunk from byte `at` on, all of which are in memory, and adds them to `sum`.
-    pub fn load(&self, at: usize, block: &mut [u8], sum: &mut ChunkSum) {
+    /// Fills blocks of a chunk of `tensor` with base lanes, all of which are in memory. For [`decode`](super::chunk::decode).
+    pub fn base_lanes(&self, tensor: &Tensor<'_>, chunk: u32) -> impl Fn(u64, &mut [u8], &mut ChunkSum) -> Result<()> {
+        let (first, width, base_kind) = (tensor.chunk_range(chunk).start, tensor.lane_bytes(), tensor.base_kind);
+        move |lane, block, sum| {
+            // The old bytes of a tensor without a base are not its base.
+            if base_kind == BaseKind::None {
+                block.fill(0);
+                sum.add(block);
+            } else {
+                self.load((lane - first) as usize * width, block, sum);
+            }
+            Ok(())
+        }
+    }
+
+    fn load(&self, at: usize, block: &mut [u8], sum: &mut ChunkSum) {
         let end = at + block.len();
         let first = self.0.partition_point(|(range, _)| range.end <= at);
         let near = self.0[first..].iter().take_while(|(range, _)| range.start < end);
@@ -51,7 +66,10 @@ impl Pieces<'_> {
     }
 }
 
-/// Divides memory among chunks. Memory: about 100 bytes per run of the chunks in memory, of which a batch has few enough.
+/// Memory in bytes that [`divide`] needs for a run, with room for growing lists.
+pub(super) const RUN_BYTES: u64 = 128;
+
+/// Divides memory among chunks. Memory: [`RUN_BYTES`] for each run of the chunks.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if two chunks share bytes. Plans exclude that.

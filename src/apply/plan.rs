@@ -6,9 +6,6 @@ use tpde_core::error::{Error, Escaped, List, Result};
 use tpde_core::index::{Tensor, ValidatedIndex};
 use tpde_core::layout::{Placement, first_overlap};
 
-/// Size in bytes of what dividing memory keeps of a run.
-const RUN_BYTES: u64 = 128;
-
 /// What an application decodes.
 #[derive(Default)]
 pub(crate) struct Plan<'a> {
@@ -58,7 +55,7 @@ impl<'a> Item<'a> {
         Self { places: vec![place], ..Self::whole(tensor, base) }
     }
 
-    /// The chunks with `bytes` of an entry, which are those that a memory has. Digests are not compared.
+    /// The chunks of an entry that have some of its bytes `bytes`. `placement` says where these are. Digests are not compared.
     pub fn in_part(tensor: Tensor<'a>, base: Option<usize>, bytes: &Range<u64>, placement: Placement) -> Self {
         let width = tensor.lane_bytes() as u64;
         let chunks = tensor.chunks_of(&(bytes.start / width..bytes.end / width)).collect();
@@ -78,10 +75,10 @@ impl<'a> Item<'a> {
         (lanes.start * width, ((lanes.end - lanes.start) * width) as usize)
     }
 
-    /// What a chunk of `size` bytes costs in a batch: its size, or that of the list of its runs in memory.
-    fn cost(&self, size: usize) -> u64 {
-        let runs = self.places.iter().map(|place| size as u64 / place.placement.least_run().max(1));
-        runs.sum::<u64>().saturating_mul(RUN_BYTES).max(size as u64)
+    /// The number of runs that a chunk has in memory, at most.
+    pub fn max_runs(&self, chunk: u32) -> u64 {
+        let (offset, size) = self.bytes_of(chunk);
+        self.places.iter().map(|place| place.placement.max_runs(offset, size)).sum()
     }
 
     /// How many bytes of a chunk are in memory.
@@ -90,17 +87,14 @@ impl<'a> Item<'a> {
         self.places.iter().map(|place| place.placement.count(offset, size)).sum()
     }
 
-    /// The error for a chunk of which `what` lacks lanes. `slices` are those of the request.
-    pub fn not_held(&self, chunk: u32, what: &'static str, slices: &[PlacedSlice<'_>]) -> Error {
+    /// The error for a chunk of which `what`, or else the memory of the slices, lacks lanes. `slices` are those of the request.
+    pub fn not_held(&self, chunk: u32, what: Option<&str>, slices: &[PlacedSlice<'_>]) -> Error {
         let (entry, lanes) = (self.tensor.rectangle(), self.tensor.chunk_range(chunk));
         let (offset, size) = self.bytes_of(chunk);
         let touching = self.places.iter().filter(|place| place.placement.count(offset, size) > 0);
         let parts: Vec<_> = touching.map(|place| &slices[place.slice].rectangle).collect();
-        let what = match what {
-            "the slice" if parts.len() > 1 => "the memory of the slices",
-            what => what,
-        };
-        let (part, parts) = (if parts.len() > 1 { "parts" } else { "part" }, List(&parts));
+        let (memory, part) = if parts.len() > 1 { ("the memory of the slices", "parts") } else { ("the slice", "part") };
+        let (what, parts) = (what.unwrap_or(memory), List(&parts));
         Error::NotHeld {
             tensor: self.tensor.name.to_owned(),
             chunk,
@@ -176,10 +170,8 @@ impl<'a> Plan<'a> {
         tensors.flat_map(move |parts| {
             let first = next;
             next += parts.len();
-            let of_part = |(item, part): (usize, &'_ Item<'a>)| {
-                part.chunks.iter().map(move |&chunk| Task { item, chunk }).collect::<Vec<_>>()
-            };
-            let mut tasks: Vec<_> = (first..).zip(parts).flat_map(of_part).collect();
+            let tasks = (first..).zip(parts).flat_map(|(item, part)| part.chunks.iter().map(move |&chunk| Task { item, chunk }));
+            let mut tasks: Vec<_> = tasks.collect();
             if parts.len() > 1 {
                 let layouts: Vec<_> = parts.iter().map(|part| part.tensor.layout()).collect();
                 let position = |task: &Task| {
@@ -195,12 +187,6 @@ impl<'a> Plan<'a> {
     /// Indexes of the chunks in the index map.
     pub fn chunks(&self) -> impl Iterator<Item = u32> + '_ {
         self.items.iter().flat_map(|item| item.chunks.iter().copied())
-    }
-
-    /// What a task costs in a batch.
-    pub fn cost_of(&self, task: Task) -> u64 {
-        let item = &self.items[task.item];
-        item.cost(item.bytes_of(task.chunk).1)
     }
 
     /// Offset and size of a task's chunk in bytes of its entry.

@@ -21,7 +21,7 @@ pub(super) fn rebuild<B: Source>(request: &Request<'_, B>, mut memories: Memorie
             let (offset, size) = item.bytes_of(chunk);
             let size = item.tensor.base_bytes().saturating_sub(offset).min(size as u64) as usize;
             if !is_held(offset, size) {
-                return Err(item.not_held(chunk, "the base", &memories.slices));
+                return Err(item.not_held(chunk, Some("the base"), &memories.slices));
             }
         }
         // The digest of a base with other rows covers all of its rows.

@@ -214,11 +214,14 @@ fn check(placement: &Placement, places: &[Option<u64>], from: u64, to: u64) -> R
     let size = to as usize % (places.len() - from + 1);
     let part = &places[from..][..size];
     let mut found = vec![None; size];
+    let mut runs = 0;
     let each = |at: usize, range: Range<usize>| {
         range.enumerate().for_each(|(i, position)| found[position] = Some((at + i) as u64));
+        runs += 1;
         Ok::<_, ()>(())
     };
     let count = placement.try_each(from as u64, size, each).unwrap();
+    prop_assert!(runs <= placement.max_runs(from as u64, size), "{} runs", runs);
     prop_assert_eq!(&found[..], part);
     prop_assert_eq!(count, part.iter().flatten().count());
     prop_assert_eq!(placement.count(from as u64, size), count);
