@@ -80,8 +80,13 @@ def check_name(name: Any) -> str:
     """The name of a tensor, which is Unicode text."""
     if not isinstance(name, str):
         raise InvalidArgument(f"a tensor is named {name!r}, which is of type {type(name).__name__}: a name is a string")
+    return check_unicode(name, "tensor")
+
+
+def check_unicode(name: str, what: str) -> str:
+    """The name of a ``what``, if it is Unicode text: strings may have parts of characters."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"a tensor is named {name!r}, which is not Unicode text: {error.reason}") from error
+        raise InvalidArgument(f"a {what} is named {name!r}, which is not Unicode text: {error.reason}") from error
     return name

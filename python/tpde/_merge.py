@@ -152,7 +152,10 @@ def subset(
     if tensors is None and not parts:
         raise InvalidArgument("neither tensors nor parts: expected what the new pair has")
     wanted = set() if tensors is None else matching(pair, digest, tensors)
-    rectangles = _rectangles(pair, digest, parts or {})
+    rectangles: dict[str, list[tuple[list[int], list[int]]]] = {}
+    if parts:
+        shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}
+        rectangles = rectangles_of(parts, shapes)
     with progress_callback(progress, "subset") as callback:
         text = _tpde.merge(
             [(pair, digest)],
@@ -165,14 +168,6 @@ def subset(
             progress=callback,
         )
     return report(MergeReport, text)
-
-
-def _rectangles(pair: StrPath, digest: bytes | None, parts: Mapping[str, Any]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Origin and extent of rectangles, by name of the tensor."""
-    if not parts:
-        return {}
-    shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}
-    return rectangles_of(parts, shapes)
 
 
 def fold(

@@ -1,4 +1,4 @@
-"""Names of tensors. Tied tensors have several names of one memory: a state dict has all names, the files of its model one of them.
+"""Names of tensors. Tied tensors are several names of one memory. A state dict has all of these names, the files of a model have one.
 Wrappers of a model, such as those of ``torch.compile``, put prefixes before names."""
 
 from __future__ import annotations

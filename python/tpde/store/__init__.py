@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import _tpde
-from .._arguments import check_kinds, check_needed
+from .._arguments import check_kinds, check_needed, check_unicode
 from .._errors import InvalidArgument
 from .._index import rectangles_of
 from .._memory import describe_all
@@ -66,7 +66,7 @@ def init(location: StrPath, *, grace: int = 24 * 60 * 60, anchor_every: int = 10
     """
     counts = {"grace": grace, "anchor_every": anchor_every, "anchor_percent": anchor_percent}
     check_needed(**counts)
-    return Store(location, _made=_tpde.Store.init(_location(location), **counts))
+    return Store(location, _made=_tpde.Store.init(_text(path_of(location), "location"), **counts))
 
 
 class Store:
@@ -88,7 +88,7 @@ class Store:
 
     def __init__(self, location: StrPath, *, memory: int | None = None, _made: _tpde.Store | None = None) -> None:
         check_kinds(memory=memory)
-        self.location, self._memory = _location(location), memory
+        self.location, self._memory = _text(path_of(location), "location"), memory
         self._opened = _tpde.Store.open(self.location, memory) if _made is None else _made
         self._process = os.getpid()
 
@@ -409,18 +409,10 @@ class Store:
                 time.sleep(interval)
 
 
-def _location(location: StrPath) -> str:
-    return _text(path_of(location), "location")
-
-
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{what} is of type {type(value).__name__}: expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"a {what} is named {value!r}, which is not Unicode text: {error.reason}") from error
-    return value
+    return check_unicode(value, what)
 
 
 def have_of(have: Mapping[str, StrPath] | None) -> list[tuple[str, str | os.PathLike[str]]]:
