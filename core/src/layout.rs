@@ -336,20 +336,47 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// Two layouts that have a byte in common, by their numbers, if there are such. Time: sorting, and for each layout one comparison
-/// with each that begins before it and ends after its beginning.
-pub fn first_overlap(layouts: &[(usize, StridedLayout)]) -> Option<[usize; 2]> {
-    let mut sorted: Vec<_> = layouts.iter().filter(|(_, layout)| layout.run > 0).collect();
-    sorted.sort_by_key(|(_, layout)| layout.start);
-    let mut open: Vec<&(usize, StridedLayout)> = Vec::new();
-    for one in sorted {
-        open.retain(|(_, other)| other.end() > one.1.start);
-        if let Some((other, _)) = open.iter().find(|(_, other)| other.overlaps(&one.1)) {
-            return Some([*other, one.0]);
+/// The relation of memories with these layouts: for each, the number of the first one with the same bytes in the same order, which may
+/// be its own. It does not change if all memories are elsewhere, in the same relation. An empty memory shares nothing.
+///
+/// Time: sorting, and for each layout one comparison with each that begins before it and ends after its beginning.
+///
+/// # Errors
+/// The numbers of two memories, the first one before the other in memory, that have a byte in common and are not the same.
+pub fn relation(layouts: &[StridedLayout]) -> Result<Vec<usize>, [usize; 2]> {
+    let mut first_of: Vec<_> = (0..layouts.len()).collect();
+    let mut sorted: Vec<_> = (0..layouts.len()).filter(|&i| layouts[i].run > 0).collect();
+    sorted.sort_by_key(|&i| layouts[i].start);
+    // The memories that end behind the beginning of the next one. There are several if their runs interleave.
+    let mut open: Vec<usize> = Vec::new();
+    for i in sorted {
+        open.retain(|&other| layouts[other].end() > layouts[i].start);
+        match open.iter().find(|&&other| layouts[other].overlaps(&layouts[i])) {
+            Some(&other) if layouts[other] == layouts[i] => first_of[i] = other,
+            Some(&other) => return Err([other, i]),
+            None => open.push(i),
         }
-        open.push(one);
     }
-    None
+    Ok(first_of)
+}
+
+/// The number of an output, and of a source, that have a byte in common. Outputs may overlap each other, and sources too. If there are
+/// several, those of the first source.
+pub fn first_shared(outputs: &[StridedLayout], sources: &[StridedLayout]) -> Option<[usize; 2]> {
+    let mut sorted: Vec<_> = (0..outputs.len()).filter(|&i| outputs[i].run > 0).collect();
+    sorted.sort_by_key(|&i| outputs[i].start);
+    // The largest end of each output and those before it.
+    let largest = |end: &mut u64, &i: &usize| {
+        *end = outputs[i].end().max(*end);
+        Some(*end)
+    };
+    let ends: Vec<_> = sorted.iter().scan(0, largest).collect();
+    sources.iter().enumerate().filter(|(_, source)| source.run > 0).find_map(|(number, source)| {
+        let first = ends.partition_point(|&end| end <= source.start);
+        let behind = sorted.partition_point(|&i| outputs[i].start < source.end());
+        let shared = sorted.get(first..behind)?.iter().find(|&&i| outputs[i].overlaps(source))?;
+        Some([*shared, number])
+    })
 }
 
 /// Where the bytes of one array are in another one: those that both have. Positions of the first array ascend with the offsets of

@@ -4,7 +4,7 @@ use crate::slice::{Memories, PlacedSlice, View, check_disjoint};
 use std::ops::Range;
 use tpde_core::error::{Error, Escaped, List, Result};
 use tpde_core::index::{Tensor, ValidatedIndex};
-use tpde_core::layout::{Placement, first_overlap};
+use tpde_core::layout::{Placement, relation};
 
 /// What an application decodes.
 #[derive(Default)]
@@ -114,7 +114,8 @@ impl<'a> Plan<'a> {
     /// share elements or memory; [`Error::Incomplete`] if the pair lacks elements of a slice.
     pub fn of_slices(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Self> {
         let mut plan = Self::default();
-        let mut layouts = vec![Vec::new(); memories.bytes.len()];
+        let count = memories.slices.iter().map(|slice| slice.memory + 1).max();
+        let mut layouts = vec![Vec::new(); count.unwrap_or(0)];
         let mut next = 0;
         for slices in memories.slices.chunk_by(|a, b| a.name == b.name) {
             let views = plan.add_slices(index, slices, next)?;
@@ -124,8 +125,12 @@ impl<'a> Plan<'a> {
             }
         }
         for of_memory in layouts {
-            if let Some(numbers) = first_overlap(&of_memory) {
-                let [a, b] = numbers.map(|i| Escaped(memories.slices[i].name));
+            let (numbers, of_memory): (Vec<usize>, Vec<_>) = of_memory.into_iter().unzip();
+            let first_of = relation(&of_memory);
+            // Slices with equal memory are refused too: each is the base of its own tensor.
+            let tied = |first_of: Vec<usize>| first_of.into_iter().enumerate().find(|(i, first)| i != first);
+            if let Some([a, b]) = first_of.map_or_else(Some, |first_of| tied(first_of).map(|(i, first)| [first, i])) {
+                let [a, b] = [a, b].map(|i| Escaped(memories.slices[numbers[i]].name));
                 return Err(Error::InvalidArgument(format!("slices of tensors {a} and {b} share memory")));
             }
         }

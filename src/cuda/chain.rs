@@ -10,9 +10,11 @@ use super::runtime::memory::DeviceSlice;
 use super::runtime::stream::Stream;
 use super::slices::TensorSlice;
 use crate::apply::InPlace;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use tpde_core::error::{Error, Escaped, Result};
+use tpde_core::lane::Dtype;
+use tpde_core::layout::relation;
 
 /// Default size of the memory in which steps are checked, in bytes.
 const SCRATCH_BYTES: u64 = 128 << 20;
@@ -134,7 +136,7 @@ impl<'a> ApplyChain<'a> {
         if self.steps.len() == 1 {
             return Application::prepare(plan)?.launch(stream)?.wait().map_err(|error| step(1, error));
         }
-        let held = distinct(self.slices);
+        let held = distinct(&last.index, self.slices)?;
         let bytes = held.iter().map(|slice| bytes_of(&last.index, slice)).collect::<Result<Vec<_>>>()?;
         let (limit, needed) = self.limits(last)?;
         let scratch = match &self.scratch {
@@ -205,10 +207,11 @@ impl<'a> ApplyChain<'a> {
 
 /// The slices without those whose memory an earlier one has, as of tied weights. Their targets are equal, which was checked. If both
 /// were written, the second one would take the new target of the first one for its base.
-fn distinct<'a>(slices: &[TensorSlice<'a>]) -> Vec<TensorSlice<'a>> {
-    let mut seen = BTreeSet::new();
-    let place = |slice: &TensorSlice<'_>| (slice.memory.address(), slice.memory.bytes(), slice.pitch);
-    slices.iter().filter(|slice| slice.memory.bytes() == 0 || seen.insert(place(slice))).cloned().collect()
+fn distinct<'a>(index: &DeviceIndex, slices: &[TensorSlice<'a>]) -> Result<Vec<TensorSlice<'a>>> {
+    let layouts = slices.iter().map(|slice| Ok(slice.layout(dtype_of(index, slice)?))).collect::<Result<Vec<_>>>()?;
+    // Memory that overlaps otherwise was refused before.
+    let first_of = relation(&layouts).unwrap_or_else(|_| (0..slices.len()).collect());
+    Ok((0..).zip(slices).filter(|(i, _)| first_of[*i] == *i).map(|(_, slice)| slice.clone()).collect())
 }
 
 fn groups<'s, 'a: 's>(slices: &'s [TensorSlice<'a>], bytes: &[u64], limit: u64, scratch: &DeviceSlice) -> Result<Vec<Group<'s>>> {
@@ -271,10 +274,13 @@ fn ranges(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
 
 /// Size of a slice without gaps between its rows. The slice was checked against this index.
 fn bytes_of(index: &DeviceIndex, slice: &TensorSlice<'_>) -> Result<u64> {
+    Ok(slice.rectangle.extent.iter().product::<u64>() * dtype_of(index, slice)?.bits() / 8)
+}
+
+fn dtype_of(index: &DeviceIndex, slice: &TensorSlice<'_>) -> Result<Dtype> {
     let entry = index.entries(slice.name).next();
     let entry = entry.ok_or_else(|| Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(slice.name))))?;
-    let bits = slice.rectangle.extent.iter().product::<u64>() * index.tensor(entry)?.dtype.bits();
-    Ok(bits / 8)
+    Ok(index.tensor(entry)?.dtype)
 }
 
 #[cfg(test)]

@@ -98,6 +98,12 @@ impl<'a> TensorSlice<'a> {
         View::new((self.name, dtype, shape), self.rectangle.clone(), self.pitch, self.memory.bytes(), ()).map(|_| ())
     }
 
+    /// The addresses of the slice, which was checked.
+    pub(super) fn layout(&self, dtype: Dtype) -> StridedLayout {
+        let extent = &self.rectangle.extent;
+        StridedLayout::of_rectangle(dtype.bits(), extent, self.pitch, &vec![0; extent.len()], extent).shifted(self.memory.address())
+    }
+
     /// Returns the memory of a rectangle within the slice, and its rows. The slice was checked.
     pub(super) fn memory_of(&self, dtype: Dtype, rectangle: &Rectangle) -> Result<(DeviceSlice, Option<Rows>)> {
         let refused = |why: &dyn fmt::Display| {

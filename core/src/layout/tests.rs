@@ -107,13 +107,36 @@ proptest! {
     }
 
     #[test]
-    fn the_first_overlap_is_one_of_two_layouts_with_a_byte_in_common(layouts in prop::collection::vec(layouts(), 0..7)) {
-        let numbered: Vec<_> = layouts.iter().map(|(layout, _)| layout.clone()).enumerate().collect();
+    fn memories_are_equal_or_apart_or_refused(layouts in prop::collection::vec(layouts(), 0..7), again in prop::collection::vec(0..7usize, 0..4)) {
+        let mut layouts = layouts;
+        let further: Vec<_> = again.iter().filter_map(|&i| layouts.get(i).cloned()).collect();
+        layouts.extend(further);
+        let all: Vec<_> = layouts.iter().map(|(layout, _)| layout.clone()).collect();
         let meet = |a: usize, b: usize| layouts[a].1.iter().any(|byte| layouts[b].1.contains(byte));
-        let expected = (0..layouts.len()).any(|b| (0..b).any(|a| meet(a, b)));
-        let found = first_overlap(&numbered);
-        prop_assert_eq!(found.is_some(), expected);
-        prop_assert!(found.is_none_or(|[a, b]| a != b && meet(a, b)));
+        let is_same = |a: usize, b: usize| layouts[a].1 == layouts[b].1;
+        match relation(&all) {
+            Ok(first_of) => for b in 0..all.len() {
+                let expected = (0..b).find(|&a| meet(a, b)).unwrap_or(b);
+                prop_assert_eq!(first_of[b], expected);
+                prop_assert!(is_same(expected, b));
+            },
+            Err([a, b]) => prop_assert!(a != b && meet(a, b) && !is_same(a, b) && all[a].start <= all[b].start),
+        }
+        let moved: Vec<_> = all.iter().map(|layout| layout.clone().shifted(1000)).collect();
+        prop_assert_eq!(relation(&moved), relation(&all));
+    }
+
+    #[test]
+    fn an_output_that_shares_bytes_with_a_source_is_found(
+        outputs in prop::collection::vec(layouts(), 0..6),
+        sources in prop::collection::vec(layouts(), 0..6),
+    ) {
+        let [of_outputs, of_sources] = [&outputs, &sources].map(|all| all.iter().map(|(layout, _)| layout.clone()).collect::<Vec<_>>());
+        let meet = |a: usize, b: usize| outputs[a].1.iter().any(|byte| sources[b].1.contains(byte));
+        let expected = (0..sources.len()).find(|&b| (0..outputs.len()).any(|a| meet(a, b)));
+        let found = first_shared(&of_outputs, &of_sources);
+        prop_assert_eq!(found.map(|[_, source]| source), expected);
+        prop_assert!(found.is_none_or(|[a, b]| meet(a, b)));
     }
 
     #[test]

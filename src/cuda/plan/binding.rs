@@ -7,7 +7,7 @@ use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::DeviceSlice;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
-use tpde_core::layout::StridedLayout;
+use tpde_core::layout::{StridedLayout, first_shared, relation};
 
 /// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
 ///
@@ -97,10 +97,12 @@ impl Binding {
     }
 }
 
-/// The addresses of memory that is not empty, and begins and ends with a row.
+/// The addresses of memory that begins and ends with a row.
 fn layout_of(memory: &DeviceSlice, rows: Option<Rows>) -> StridedLayout {
-    let Rows { bytes, pitch } = rows.unwrap_or(Rows::new(memory.bytes(), memory.bytes()));
-    StridedLayout::new(memory.address(), bytes, [((memory.bytes() - bytes) / pitch + 1, pitch)])
+    match rows.filter(|_| memory.bytes() > 0) {
+        Some(Rows { bytes, pitch }) => StridedLayout::new(memory.address(), bytes, [((memory.bytes() - bytes) / pitch + 1, pitch)]),
+        None => StridedLayout::contiguous(memory.address(), memory.bytes()),
+    }
 }
 
 /// Checks lengths, alignment and overlaps, and returns the bindings sorted by tensor. Rows without gaps between them are left out.
@@ -112,37 +114,30 @@ pub(in crate::cuda) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], i
     for binding in &mut bindings {
         check_lengths(tensor_at(tensors, binding.tensor)?, binding, in_place)?;
     }
-    // Empty outputs overlap nothing.
-    let (empty, mut occupied): (Vec<_>, Vec<_>) = bindings.into_iter().partition(|binding| binding.output.bytes() == 0);
-    // Sorted by address. Among equal outputs the first tensor comes first.
-    occupied.sort_by_key(|binding| (binding.output.address(), std::cmp::Reverse(binding.output.bytes()), binding.tensor));
-    let mut kept: Vec<Binding> = Vec::with_capacity(occupied.len() + empty.len());
-    // Outputs that end behind the beginning of the next one. There are several if their rows interleave.
-    let mut open: Vec<usize> = Vec::new();
-    for binding in occupied {
-        let tensor = tensor_at(tensors, binding.tensor)?;
-        let span = binding.layout();
-        open.retain(|&i| kept[i].layout().end() > span.start());
-        let Some(&i) = open.iter().find(|&&i| kept[i].layout().overlaps(&span)) else {
-            open.push(kept.len());
-            kept.push(binding);
-            continue;
-        };
-        let before = &kept[i];
-        let other = tensor_at(tensors, before.tensor)?;
-        let same_memory = memory_of(before) == memory_of(&binding);
-        let same_tensor = tensor.digests == other.digests && tensor.device.dtype == other.device.dtype;
-        if same_memory && (before.tensor == binding.tensor || same_tensor && tensor.base_kind == other.base_kind) {
-            continue;
+    let layouts: Vec<_> = bindings.iter().map(Binding::layout).collect();
+    let overlapping = |[a, b]: [usize; 2]| {
+        let name = |i: usize| tensor_at(tensors, bindings[i].tensor).map(|tensor| Escaped(&tensor.name));
+        match (name(a), name(b)) {
+            (Ok(a), Ok(b)) => Error::InvalidArgument(format!("the memory for tensor {b} overlaps that for tensor {a}")),
+            (Err(error), _) | (_, Err(error)) => error,
         }
-        let (name, other) = (Escaped(&tensor.name), Escaped(&other.name));
-        return Err(Error::InvalidArgument(format!("the memory for tensor {name} overlaps that for tensor {other}")));
+    };
+    let first_of = relation(&layouts).map_err(overlapping)?;
+    for (i, &first) in first_of.iter().enumerate().filter(|(i, first)| i != *first) {
+        let (binding, before) = (&bindings[i], &bindings[first]);
+        let (tensor, other) = (tensor_at(tensors, binding.tensor)?, tensor_at(tensors, before.tensor)?);
+        let is_equal = tensor.digests == other.digests && tensor.device.dtype == other.device.dtype;
+        let is_same = binding.tensor == before.tensor || is_equal && tensor.base_kind == other.base_kind;
+        if !is_same || memory_of(binding) != memory_of(before) {
+            return Err(overlapping([first, i]));
+        }
     }
     if !in_place {
-        check_bases(tensors, &kept, &empty)?;
+        check_bases(tensors, &bindings, &layouts)?;
     }
-    kept.extend(empty);
-    kept.sort_by_key(|binding| binding.tensor);
+    let mut number = 0..;
+    bindings.retain(|_| number.next().is_some_and(|i| first_of[i] == i));
+    let mut kept = bindings;
     if let Some(pair) = kept.windows(2).find(|pair| pair[0].tensor == pair[1].tensor && pair[0].output.bytes() > 0) {
         let name = &tensor_at(tensors, pair[0].tensor)?.name;
         return Err(Error::InvalidArgument(format!("tensor {} is bound twice, to different memory", Escaped(name))));
@@ -242,36 +237,22 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
     Ok(())
 }
 
-/// Checks that no output overlaps a base, out of place: blocks read bases while other blocks write outputs. `outputs` are sorted
-/// by address, disjoint and not empty.
-fn check_bases(tensors: &[TensorOnDevice], outputs: &[Binding], empty: &[Binding]) -> Result<()> {
-    let spans: Vec<_> = outputs.iter().map(Binding::layout).collect();
-    // The largest end of each output and those before it.
-    let ends: Vec<_> = spans
-        .iter()
-        .scan(0, |end: &mut u64, span| {
-            *end = span.end().max(*end);
-            Some(*end)
-        })
-        .collect();
-    for binding in outputs.iter().chain(empty) {
-        if tensor_at(tensors, binding.tensor)?.base_kind == BaseKind::None {
-            continue;
+/// Checks that no output overlaps a base, out of place: blocks read bases while other blocks write outputs. `outputs` are the layouts
+/// of the outputs.
+fn check_bases(tensors: &[TensorOnDevice], bindings: &[Binding], outputs: &[StridedLayout]) -> Result<()> {
+    let (mut numbers, mut sources) = (Vec::new(), Vec::new());
+    for (i, binding) in bindings.iter().enumerate() {
+        if tensor_at(tensors, binding.tensor)?.base_kind != BaseKind::None {
+            sources.extend(binding.sources().map(|(memory, rows)| layout_of(memory, rows)));
+            numbers.resize(sources.len(), i);
         }
-        let overlapped = binding.sources().filter(|(memory, _)| memory.bytes() > 0).find_map(|(memory, rows)| {
-            let base = layout_of(memory, rows);
-            let first = ends.partition_point(|&end| end <= base.start());
-            let after = spans.partition_point(|span| span.start() < base.end());
-            (first..after).find(|&i| spans[i].overlaps(&base))
-        });
-        let Some(i) = overlapped else { continue };
-        let name = Escaped(&tensor_at(tensors, binding.tensor)?.name);
-        let other = Escaped(&tensor_at(tensors, outputs[i].tensor)?.name);
-        return Err(Error::InvalidArgument(format!(
-            "the memory for tensor {other} overlaps the base of tensor {name}, but the application is out of place"
-        )));
     }
-    Ok(())
+    let Some([output, source]) = first_shared(outputs, &sources) else { return Ok(()) };
+    let name = Escaped(&tensor_at(tensors, bindings[numbers[source]].tensor)?.name);
+    let other = Escaped(&tensor_at(tensors, bindings[output].tensor)?.name);
+    Err(Error::InvalidArgument(format!(
+        "the memory for tensor {other} overlaps the base of tensor {name}, but the application is out of place"
+    )))
 }
 
 #[cfg(test)]
