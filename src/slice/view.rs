@@ -41,20 +41,22 @@ impl<M> View<M> {
         if let Some(fault) = part_fault(dtype.bits(), shape, origin, extent).filter(|_| !is_whole && !is_empty) {
             return Err(refused(fault));
         }
-        let needed = match (pitch, shape.len().checked_sub(1)) {
+        let needed = match pitch {
             _ if is_empty => Some(0),
-            (Some(pitch), Some(last)) => {
-                let is_odd = |elements: u64| !(elements * dtype.bits()).is_multiple_of(8);
-                if is_odd(shape[last]) || is_odd(origin[last]) || is_odd(extent[last]) {
+            Some(pitch) => {
+                let is_odd = |elements: Option<&u64>| !elements.is_none_or(|n| (n * dtype.bits()).is_multiple_of(8));
+                if is_odd(shape.last()) || is_odd(origin.last()) || is_odd(extent.last()) {
                     return Err(refused("rows that are not of whole bytes"));
                 }
-                let (row, rows) = (extent[last] * dtype.bits() / 8, extent[..last].iter().product::<u64>());
+                // A scalar is a row of one element.
+                let elements = extent.last().copied().unwrap_or(1);
+                let (row, rows) = (elements * dtype.bits() / 8, rectangle.elements() / elements);
                 if pitch < row {
                     return Err(refused(&format!("a pitch of {pitch} bytes for rows of {row}")));
                 }
                 (rows - 1).checked_mul(pitch).and_then(|bytes| bytes.checked_add(row))
             }
-            _ => Some(rectangle.elements() * dtype.bits() / 8),
+            None => Some(rectangle.elements() * dtype.bits() / 8),
         };
         if needed != Some(size) {
             let needed = needed.map_or("too many".to_owned(), |bytes| bytes.to_string());
@@ -125,6 +127,17 @@ impl<M> Views<M> {
             check_disjoint(&info.name, views.iter().map(|(view, _)| &view.rectangle))?;
         }
         Ok(all)
+    }
+
+    /// Adds tensors without views, unless they are there.
+    pub fn with_tensors(mut self, tensors: impl IntoIterator<Item = TensorInfo>) -> Self {
+        let held = std::mem::take(&mut self.infos).into_iter().zip(std::mem::take(&mut self.views));
+        let mut all: Vec<_> = held.chain(tensors.into_iter().map(|tensor| (tensor, Vec::new()))).collect();
+        // Stable: a tensor with views comes before the same one without.
+        all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        all.dedup_by(|a, b| a.0.name == b.0.name);
+        (self.infos, self.views) = all.into_iter().unzip();
+        self
     }
 
     /// The tensors, in ascending order of name.

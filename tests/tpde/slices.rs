@@ -6,7 +6,7 @@ use crate::common::{Tensor as Data, slices, tensor, tuned, width};
 use proptest::prelude::*;
 use std::slice::from_ref;
 use tpde::{
-    Apply, Checkpoint, Encode, EncodeOptions, Error, FusedSlices, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice,
+    Apply, Checkpoint, Dtype, Encode, EncodeOptions, Error, FusedSlices, InPlace, MemoryCheckpoint, Pair, Rectangle, Slice,
     SliceCheckpoint, SliceMut, TensorInfo, TensorMut,
 };
 
@@ -265,6 +265,16 @@ fn slices_that_make_no_sense_are_refused() {
     let mut out = vec![0; 20];
     let missing = Apply::new(&pair).base(&whole).to_slices([SliceMut::new("v", Rectangle::new([0, 0], [1, 10]), &mut out)]);
     assert!(matches!(missing, Err(Error::InvalidArgument(_))));
+    // A scalar is a row of one element.
+    let scalar = TensorInfo { name: "s".into(), dtype: Dtype::F32, shape: vec![] };
+    let one = MemoryCheckpoint::new([(scalar, &[1, 2, 3, 4][..])]).unwrap();
+    let (pair, _) = Encode::new(&one).to_memory().unwrap();
+    for pitch in [1, 3, 4, 5] {
+        let mut out = [0; 4];
+        let outcome = Apply::new(&pair).to_slices([SliceMut::new("s", Rectangle::whole(&[]), &mut out).pitch(pitch)]);
+        assert_eq!(matches!(outcome, Err(Error::InvalidArgument(_))), pitch < 4, "{outcome:?}");
+        assert_eq!(out == [1, 2, 3, 4], pitch >= 4);
+    }
 }
 
 /// Slices of one tensor are disjoint, and of one dtype and shape.
