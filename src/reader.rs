@@ -367,3 +367,14 @@ pub enum PayloadDigests {
     /// once.
     NotCompared,
 }
+
+impl PayloadDigests {
+    /// What was compared of two sets of payloads together.
+    pub(crate) fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::NotCompared, _) | (_, Self::NotCompared) => Self::NotCompared,
+            (Self::All, Self::All) => Self::All,
+            _ => Self::EachRead,
+        }
+    }
+}

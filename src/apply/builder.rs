@@ -2,7 +2,7 @@
 
 use super::accelerator::Accelerator;
 use super::find::find_base;
-use super::in_place::{InPlace, InPlaceRun, TensorMut};
+use super::in_place::{InPlace, InPlaceRun, TensorMut, whole_tensors};
 use super::kept::KEPT_PAYLOADS;
 use super::moves::Moves;
 use super::plan::{Item, Plan};
@@ -258,7 +258,7 @@ impl<'a, B: Source> Apply<'a, B> {
         if let Some(tensor) = in_index.flatten().find(|tensor| !is_selected(tensor.place)) {
             return Err(Error::InvalidArgument(format!("tensor {} is not selected", Escaped(tensor.name))));
         }
-        self.run_in_place(mode).tensors(tensors)
+        self.run_in_place(mode).slices(whole_tensors(self.pair.index(), tensors)?)
     }
 
     /// Rebuilds slices: rectangles of tensors, in memory that may have gaps between rows. Decodes only the chunks that have
@@ -275,10 +275,16 @@ impl<'a, B: Source> Apply<'a, B> {
     ///   [`Error::NotHeld`] if the base lacks lanes of a chunk.
     /// - Discard the slices: the errors of [`Apply::to_buffers`].
     pub fn to_slices<'t>(&self, slices: impl IntoIterator<Item = impl Into<FusedSlices<'t>>>) -> Result<ApplyReport> {
-        let memories = Memories::new(slices)?;
+        let mut memories = Memories::new(slices)?;
+        let mut bytes = std::mem::take(&mut memories.bytes);
+        self.slices(&memories, Some(&mut bytes))
+    }
+
+    /// [`Apply::to_slices`], or its checks alone if there are no `bytes` to write to.
+    pub(crate) fn slices(&self, memories: &Memories<'_>, bytes: Option<&mut [&mut [u8]]>) -> Result<ApplyReport> {
         let entries = memories.slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
         let request = self.request_for(entries.collect::<Vec<_>>())?;
-        slices::rebuild(&request, memories)
+        slices::rebuild(&request, memories, bytes)
     }
 
     /// Writes slices as one safetensors file with a new header, each under the name of its tensor, and with the shape of its

@@ -1,16 +1,19 @@
 //! Applies a pair to tensors in memory, in place (spec section 13, modes of application).
 
 use super::engine::Engine;
+use super::find::wrong_base;
 use super::kept::Kept;
 use super::memory::{MemoryBase, Role};
 use super::plan::{Plan, Task};
 use super::request::ApplyReport;
+use crate::batches::hash_tensor;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
 use crate::reader::{Pair, PayloadDigests};
-use crate::slice::{FusedSlices, Memories, SliceMut};
+use crate::slice::{Memories, SliceMut};
 use crate::watch::{NoProgress, Progress};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use tpde_core::digest::short;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::index::{Tensor, ValidatedIndex};
@@ -56,7 +59,7 @@ pub struct TensorMut<'a> {
 }
 
 /// An application of a pair to memory that has the base.
-pub(super) struct InPlaceRun<'a, B> {
+pub(crate) struct InPlaceRun<'a, B> {
     pub pair: &'a Pair<B>,
     pub mode: InPlace,
     /// Whether [`InPlace::AllChecked`] compares digests of tensors.
@@ -67,28 +70,9 @@ pub(super) struct InPlaceRun<'a, B> {
 }
 
 impl<B: Source> InPlaceRun<'_, B> {
-    /// Changes whole tensors.
-    pub fn tensors(&self, tensors: Vec<TensorMut<'_>>) -> Result<ApplyReport> {
-        let mut tensors = tensors;
-        tensors.sort_by(|a, b| a.name.cmp(b.name));
-        check_whole(self.pair.index(), &tensors)?;
-        let whole = |name: &str| self.pair.index().find(name).map(|tensor| Rectangle::whole(tensor.whole_shape()));
-        let slices =
-            tensors.into_iter().map(|TensorMut { name, bytes }| SliceMut::new(name, whole(name).unwrap_or_default(), bytes));
-        self.slices(Memories::new(slices.map(FusedSlices::from))?)
-    }
-
     /// Changes slices. Progress counts each byte once: when it is checked, in the first pass.
     pub fn slices(&self, mut memories: Memories<'_>) -> Result<ApplyReport> {
-        let mut plan = Plan::of_slices(self.pair.index(), &memories)?;
-        for (number, item) in plan.items.iter_mut().enumerate() {
-            check_in_place(&item.tensor)?;
-            let is_cut = |&&chunk: &&u32| item.held(chunk) < item.bytes_of(chunk).1;
-            if let Some(&chunk) = item.chunks.iter().find(is_cut) {
-                return Err(item.not_held(chunk, None, &memories.slices));
-            }
-            item.base = Some(number); // in `MemoryBase`
-        }
+        let plan = plan_in_place(self.pair.index(), &memories)?;
         // Without a payload list in the index, one payload cannot be compared before all were hashed, and nothing may be written
         // before it is compared.
         self.pair.authenticate(&NoProgress(self.progress))?;
@@ -112,6 +96,13 @@ impl<B: Source> InPlaceRun<'_, B> {
             payload_digests,
             removed: Vec::new(),
         })
+    }
+
+    /// Changes slices that have the base of the plan, after checks of all chunks by another pass. Compares digests too if
+    /// `self.digests`, after the chunks are written.
+    pub fn rewrite(&self, plan: &Plan<'_>, memories: &mut Memories<'_>) -> Result<PayloadDigests> {
+        let nothing = MemoryCheckpoint::EMPTY;
+        self.write(&Engine { digests: self.digests, ..Engine::new(self.pair, &nothing, plan, self.progress) }, memories)
     }
 
     /// Checks and writes chunk by chunk.
@@ -146,25 +137,67 @@ impl<B: Source> InPlaceRun<'_, B> {
     }
 }
 
-/// Checks that each memory can hold a tensor of the pair. Tensors are sorted by name.
-fn check_whole(index: &ValidatedIndex, tensors: &[TensorMut<'_>]) -> Result<()> {
+/// Memory of whole tensors, as that of slices.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the pair lacks a tensor, or if a tensor occurs twice, has another size, or cannot be changed in place.
+/// [`Error::Incomplete`] if the pair has only some parts of one.
+pub(crate) fn whole_tensors<'t>(index: &ValidatedIndex, mut tensors: Vec<TensorMut<'t>>) -> Result<Memories<'t>> {
+    tensors.sort_by(|a, b| a.name.cmp(b.name));
+    let mut slices = Vec::with_capacity(tensors.len());
     let mut previous = None;
-    for memory in tensors {
-        let name = Escaped(memory.name);
-        let missing = || Error::InvalidArgument(format!("no tensor {name} in the pair"));
-        let tensor = index.find(memory.name).ok_or_else(missing)?;
-        if previous.replace(memory.name) == Some(memory.name) {
-            return Err(Error::InvalidArgument(format!("tensor {name} occurs twice in the arguments")));
+    for TensorMut { name, bytes } in tensors {
+        let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)));
+        let tensor = index.find(name).ok_or_else(missing)?;
+        if previous.replace(name) == Some(name) {
+            return Err(Error::InvalidArgument(format!("tensor {} occurs twice in the arguments", Escaped(name))));
         }
-        index.entries(memory.name).try_for_each(|entry| check_in_place(&entry))?;
-        index.check_has(memory.name, &Rectangle::whole(tensor.whole_shape()))?;
-        let whole = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
-        let (expected, found) = (whole.bytes(), memory.bytes.len());
+        index.entries(name).try_for_each(|entry| check_in_place(&entry))?;
+        let whole = Rectangle::whole(tensor.whole_shape());
+        index.check_has(name, &whole)?;
+        let info = TensorInfo { name: String::new(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
+        let (expected, found) = (info.bytes(), bytes.len());
         if found as u64 != expected {
+            let name = Escaped(name);
             return Err(Error::InvalidArgument(format!("tensor {name} has {found} bytes in memory, expected {expected}")));
         }
+        slices.push(SliceMut::new(name, whole, bytes));
     }
-    Ok(())
+    Memories::new(slices)
+}
+
+/// The chunks of slices that are changed in place. Items have their positions in a [`MemoryBase`] as those of their bases.
+///
+/// # Errors
+/// Those of [`Plan::of_slices`]; [`Error::InvalidArgument`] if a tensor cannot be changed in place; [`Error::NotHeld`] if slices have
+/// only some lanes of a chunk.
+pub(crate) fn plan_in_place<'a>(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Plan<'a>> {
+    let mut plan = Plan::of_slices(index, memories)?;
+    for (number, item) in plan.items.iter_mut().enumerate() {
+        check_in_place(&item.tensor)?;
+        let is_cut = |&&chunk: &&u32| item.held(chunk) < item.bytes_of(chunk).1;
+        if let Some(&chunk) = item.chunks.iter().find(is_cut) {
+            return Err(item.not_held(chunk, None, &memories.slices));
+        }
+        item.base = Some(number);
+    }
+    Ok(plan)
+}
+
+/// [`Error::AlreadyApplied`] if memory that a plan changes in place has the target already: all tensors and parts that it has
+/// completely, at least one, have the target's digest.
+pub(crate) fn check_not_applied(plan: &Plan<'_>, memories: &Memories<'_>) -> Result<()> {
+    let bytes: Vec<&[u8]> = memories.bytes.iter().map(|bytes| &**bytes).collect();
+    let base = MemoryBase::new(plan, &bytes);
+    let mut applied = None;
+    for (number, item) in plan.items.iter().enumerate().filter(|(_, item)| item.is_complete) {
+        let found = short(&hash_tensor(&base, number, &|_| {})?);
+        if found != *item.tensor.target_digest() {
+            return Ok(());
+        }
+        applied.get_or_insert_with(|| wrong_base(&item.tensor, &found, None).into_already_applied());
+    }
+    applied.map_or(Ok(()), Err)
 }
 
 /// Checks that memory of an entry's base can hold its target.

@@ -8,9 +8,14 @@ use tpde_core::error::Result;
 use tpde_core::format::BaseKind;
 use tpde_core::source::Source;
 
-/// Rebuilds slices in memory whose content is ignored. Entries of which all chunks are decoded are compared with their digests.
-pub(super) fn rebuild<B: Source>(request: &Request<'_, B>, mut memories: Memories<'_>) -> Result<ApplyReport> {
-    let mut plan = Plan::of_slices(request.pair.index(), &memories)?;
+/// Rebuilds slices in `bytes`, memory whose content is ignored, or only checks that it can be done. Entries of which all chunks are
+/// decoded are compared with their digests.
+pub(super) fn rebuild<B: Source>(
+    request: &Request<'_, B>,
+    memories: &Memories<'_>,
+    bytes: Option<&mut [&mut [u8]]>,
+) -> Result<ApplyReport> {
+    let mut plan = Plan::of_slices(request.pair.index(), memories)?;
     // An empty slice needs no base.
     plan.items.retain(|item| !item.chunks.is_empty());
     plan.items.iter_mut().try_for_each(|item| request.find_base(&item.tensor).map(|base| item.base = base))?;
@@ -27,8 +32,11 @@ pub(super) fn rebuild<B: Source>(request: &Request<'_, B>, mut memories: Memorie
         // The digest of a base with other rows covers all of its rows.
         item.is_complete &= item.tensor.base_kind != BaseKind::Prefix || is_held(0, item.tensor.base_bytes() as usize);
     }
+    if bytes.is_none() {
+        plan.items.iter_mut().for_each(|item| item.places.clear());
+    }
     let engine = request.engine(&plan);
-    let outcome = engine.execute(&mut memories.bytes, Role::Target, |_, _| Ok(()), |()| {});
+    let outcome = engine.execute(bytes.unwrap_or_default(), Role::Target, |_, _| Ok(()), |()| {});
     let payload_digests = outcome.map_err(|e| engine.explain(e))?;
     Ok(ApplyReport {
         tensors: memories.tensors(),

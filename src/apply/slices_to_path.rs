@@ -96,9 +96,7 @@ fn allocated(size: u64, path: &Path) -> Result<Vec<u8>> {
 fn add(sum: &mut ApplyReport, one: ApplyReport) {
     sum.payload_digests = match (sum.tensors, sum.payload_digests) {
         (0, _) => one.payload_digests,
-        (_, PayloadDigests::NotCompared) => PayloadDigests::NotCompared,
-        _ if one.payload_digests == PayloadDigests::NotCompared => PayloadDigests::NotCompared,
-        _ => PayloadDigests::EachRead,
+        (_, before) => PayloadDigests::EachRead.and(before).and(one.payload_digests),
     };
     sum.tensors += one.tensors;
     sum.bytes += one.bytes;

@@ -3,8 +3,10 @@
 #![forbid(unsafe_code)]
 
 mod files;
+mod in_place;
 mod names;
 mod step;
 mod view;
 
+pub use in_place::ApplyChain;
 pub use view::Chain;

@@ -31,6 +31,7 @@ const KEPT_BYTES: u64 = 64 << 20;
 /// | to do | use |
 /// |---|---|
 /// | rebuild the last target | [`Apply`](crate::Apply) of the last pair, with [`Chain::without_last`] as its base |
+/// | change tensors in memory | [`ApplyChain`](crate::ApplyChain) |
 /// | make one pair of all | [`Encode::fold`](crate::Encode::fold) |
 /// | make the pair that leads back | [`Encode::revert`](crate::Encode::revert) |
 ///
@@ -253,6 +254,8 @@ impl<'a, B: Source> Chain<'a, B> {
             Some(found) => *found,
             None => match self.hash_base(step, &tensor) {
                 Ok(found) => *known.entry(entry).or_insert(found),
+                // A base of which only some elements are held cannot be compared.
+                Err(Error::InvalidArgument(_)) => return self.at_step(step, error),
                 // A base that cannot be read may still be the right one.
                 Err(unread) => return unread,
             },

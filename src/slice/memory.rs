@@ -1,6 +1,7 @@
 //! Memory of slices.
 
 use crate::checkpoint::TensorInfo;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::rectangle::Rectangle;
@@ -113,7 +114,7 @@ impl<'a> From<SliceMut<'a>> for FusedSlices<'a> {
 }
 
 /// A slice in one of several memories.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct PlacedSlice<'a> {
     pub name: &'a str,
     pub rectangle: Rectangle,
@@ -147,6 +148,11 @@ impl<'a> Memories<'a> {
         }
         all.slices.sort_by(|a, b| a.name.cmp(b.name));
         Ok(all)
+    }
+
+    /// The slices of tensors with these names, without their memory.
+    pub fn only(&self, names: &BTreeSet<&str>) -> Self {
+        Self { bytes: Vec::new(), slices: self.slices.iter().filter(|slice| names.contains(slice.name)).cloned().collect() }
     }
 
     /// Number of tensors that have slices.

@@ -6,6 +6,7 @@ mod common;
 
 mod builders;
 mod chains;
+mod chains_in_place;
 mod damage;
 mod derived;
 mod documents;
