@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use tpde::cuda::{DeviceSlice, TensorSlice};
 use tpde::{Checkpoint, Dtype, FusedSlices, MemoryCheckpoint, Rectangle, Result, Slice, SliceCheckpoint, TensorInfo};
+use tpde_core::layout::StridedLayout;
 
 /// A tensor: name, dtype, dims, address, size in bytes, and an object that keeps the memory in place.
 ///
@@ -56,6 +57,11 @@ impl Memory {
     /// Address range: the first byte, and the byte after the last.
     pub fn range(&self) -> std::ops::Range<usize> {
         self.3..self.3.saturating_add(self.4)
+    }
+
+    /// [`Memory::range`] as a layout.
+    pub fn span(&self) -> StridedLayout {
+        StridedLayout::contiguous(self.3 as u64, self.4 as u64)
     }
 
     pub fn dtype(&self) -> Result<Dtype> {

@@ -11,9 +11,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
-    Apply, ApplyReport, BaseKind, Checkpoint, Dtype, Error, Escaped, FileSource, FusedSlices, InPlace, MemoryCheckpoint,
-    OpenOptions, Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
+    Apply, ApplyChain, ApplyReport, BaseKind, Checkpoint, Dtype, Error, Escaped, FileSource, FusedSlices, InPlace,
+    MemoryCheckpoint, OpenOptions, Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
 };
+use tpde_core::layout::{first_shared, relation};
 
 /// An open pair, with the files of its base if it was opened with them.
 #[pyclass(frozen, module = "tpde._tpde")]
@@ -214,17 +215,29 @@ impl Pair {
     #[pyo3(signature = (tensors, *, checked, progress))]
     fn apply_in_place(&self, py: Python<'_>, tensors: Tensors, checked: bool, progress: Option<Py<PyAny>>) -> PyResult<bool> {
         let mut tensors = tensors.into_whole()?;
-        let once = each_memory_once(&self.pair, &tensors).map_err(|error| errors::to_python(py, &error))?;
-        let total = once.iter().map(|&i| tensors[i].range().len() as u64).sum();
+        let total = tensors.iter().map(|tensor| tensor.range().len() as u64).sum();
         let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
         run(py, progress, total, |steering| {
-            let mut given = Vec::new();
-            for (i, tensor) in tensors.iter_mut().enumerate() {
-                let Some(found) = self.pair.index().find(tensor.name()).filter(|_| once.contains(&i)) else { continue };
-                // SAFETY: `each_memory_once` has checked that these tensors do not overlap.
-                given.push(TensorMut { name: found.name, bytes: unsafe { tensor.bytes_mut() } });
-            }
+            // SAFETY: the caller of the public function promises that nothing else uses the memory.
+            let given = unsafe { self.each_once(&mut tensors)? };
             applied(Apply::new(&self.pair).watch(steering).in_place(given, mode))
+        })
+    }
+
+    /// Changes tensors, or slices, by the pairs `before` and by this one, in one commit. False if they already were the last target.
+    fn apply_after(&self, py: Python<'_>, before: Vec<Py<Self>>, tensors: Tensors, progress: Option<Py<PyAny>>) -> PyResult<bool> {
+        let mut pairs: Vec<_> = before.iter().map(|pair| pair.get().shared()).collect();
+        pairs.push(self.shared());
+        let mut tensors = tensors;
+        let total = tensors.memories().iter().map(|memory| memory.range().len() as u64).sum();
+        run(py, progress, total, |steering| {
+            let chain = ApplyChain::new(pairs.iter().map(|pair| &**pair)).watch(steering);
+            applied(match &mut tensors {
+                // SAFETY: as in `apply_in_place`.
+                Tensors::Whole(tensors) => chain.in_place(unsafe { self.each_once(tensors)? }),
+                // SAFETY: as in `apply_slices_in_place`.
+                Tensors::Slices(slices) => chain.in_place_slices(unsafe { self::slices(&self.pair, slices)? }),
+            })
         })
     }
 
@@ -269,18 +282,16 @@ fn has_same_target(a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
 }
 
 /// Checks that outputs share no memory with the base, also not between rows: the library writes outputs while it reads the base.
-fn check_apart_from_base<'a>(outputs: impl Iterator<Item = &'a Memory> + Clone, base: Option<&Tensors>) -> Result<()> {
-    for base in base.iter().flat_map(|base| base.memories()) {
-        let of_base = base.range();
-        let meets = |o: &&Memory| o.range().start < of_base.end && of_base.start < o.range().end && !of_base.is_empty();
-        if let Some(output) = outputs.clone().find(meets) {
-            let (name, base) = (Escaped(output.name()), Escaped(base.name()));
-            return Err(Error::InvalidArgument(format!(
-                "tensor {name} shares memory with the base {base}, or has rows between its rows: copy the base"
-            )));
-        }
-    }
-    Ok(())
+fn check_apart_from_base<'a>(outputs: impl Iterator<Item = &'a Memory>, base: Option<&Tensors>) -> Result<()> {
+    let Some(base) = base else { return Ok(()) };
+    let (outputs, sources): (Vec<_>, Vec<_>) = (outputs.collect(), base.memories());
+    let of_outputs: Vec<_> = outputs.iter().map(|memory| memory.span()).collect();
+    let of_sources: Vec<_> = sources.iter().map(|memory| memory.span()).collect();
+    let Some([output, source]) = first_shared(&of_outputs, &of_sources) else { return Ok(()) };
+    let (name, base) = (Escaped(outputs[output].name()), Escaped(sources[source].name()));
+    Err(Error::InvalidArgument(format!(
+        "tensor {name} shares memory with the base {base}, or has rows between its rows: copy the base"
+    )))
 }
 
 /// Opens a pair, which must have the digest `expect` if there is one. If the pair is being published, the call waits; a signal
@@ -323,6 +334,20 @@ impl Pair {
     /// The pair without its base, as a shared handle.
     pub fn shared(&self) -> Arc<tpde::Pair<FileSource>> {
         self.pair.clone()
+    }
+
+    /// Tensors for writing, each memory once.
+    ///
+    /// # Safety
+    /// No other slice of the memory may exist.
+    unsafe fn each_once<'a>(&'a self, tensors: &'a mut [Memory]) -> Result<Vec<TensorMut<'a>>> {
+        let once = each_memory_once(&self.pair, &*tensors)?;
+        let given = (0..).zip(tensors).filter(|(i, _)| once.contains(i)).filter_map(|(_, tensor)| {
+            let name = self.pair.index().find(tensor.name())?.name;
+            // SAFETY: promised by the caller; `each_memory_once` has checked that these tensors do not overlap.
+            Some(TensorMut { name, bytes: unsafe { tensor.bytes_mut() } })
+        });
+        Ok(given.collect())
     }
 
     fn on_base<R>(&self, base: Option<&Tensors>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {
@@ -376,40 +401,24 @@ pub fn each_memory_once<'a>(
             let name = Escaped(given.name());
             return Err(Error::InvalidArgument(format!("tensor {name} has {found_bytes} bytes, expected {expected}")));
         }
-        found.push((i, given.range(), first.name, has_no_base));
+        found.push((i, given.span(), first.name, has_no_base));
     }
     // Among tied tensors, one with a base comes first, because only its base can be checked.
-    found.sort_by_key(|(_, range, _, has_no_base)| (range.start, range.end, *has_no_base));
-    let mut once = HashSet::new();
-    let mut before: Option<&(usize, std::ops::Range<usize>, &str, bool)> = None;
-    for tensor in &found {
-        let (i, range, name, _) = tensor;
-        if range.is_empty() {
-            once.insert(*i);
-            continue;
+    found.sort_by_key(|(.., has_no_base)| *has_no_base);
+    let spans: Vec<_> = found.iter().map(|(_, span, ..)| span.clone()).collect();
+    let refused = |[a, b]: [usize; 2], why| {
+        let [a, b] = [a, b].map(|i| Escaped(found[i].2));
+        Error::InvalidArgument(format!("tensors {a} and {b} share {why}"))
+    };
+    let first_of = relation(&spans).map_err(|both| refused(both, "a part of their memory"))?;
+    for (i, &first) in first_of.iter().enumerate().filter(|(i, first)| i != *first) {
+        let is_same = |(a, b): (Tensor<'_>, Tensor<'_>)| {
+            (b.base_kind == BaseKind::None || a.base_digest() == b.base_digest()) && has_same_target(&a, &b)
+        };
+        let (ours, others) = (pair.index().entries(found[first].2), pair.index().entries(found[i].2));
+        if ours.len() != others.len() || !ours.zip(others).all(is_same) {
+            return Err(refused([first, i], "memory, but not their values in the pair"));
         }
-        match before.filter(|(_, other, ..)| range.start < other.end) {
-            Some((_, other, first, _)) if other == range => {
-                let is_same = |(a, b): (Tensor<'_>, Tensor<'_>)| {
-                    (b.base_kind == BaseKind::None || a.base_digest() == b.base_digest()) && has_same_target(&a, &b)
-                };
-                let (ours, others) = (pair.index().entries(first), pair.index().entries(name));
-                if ours.len() != others.len() || !ours.zip(others).all(is_same) {
-                    let (a, b) = (Escaped(first), Escaped(name));
-                    return Err(Error::InvalidArgument(format!(
-                        "tensors {a} and {b} share memory, but not their values in the pair"
-                    )));
-                }
-                continue;
-            }
-            Some((_, _, first, _)) => {
-                let (a, b) = (Escaped(first), Escaped(name));
-                return Err(Error::InvalidArgument(format!("tensors {a} and {b} share a part of their memory")));
-            }
-            None => {}
-        }
-        once.insert(*i);
-        before = Some(tensor);
     }
-    Ok(once)
+    Ok((0..).zip(&found).filter(|(i, _)| first_of[*i] == *i).map(|(_, (given, ..))| *given).collect())
 }

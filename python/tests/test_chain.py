@@ -221,3 +221,77 @@ def test_derived_of_torch_tensors(tmp_path: Path) -> None:
     kinds = [tpde.inspect(tmp_path / name).tensors[0].base_kind for name in ("pair", "whole")]
     assert kinds == ["cast", "none"]
     assert torch.equal(tpde.torch.load_file(tmp_path / "pair", base=base)["w"].view(torch.int16), target["w"].view(torch.int16))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_arrays_follow_a_chain_in_place(tmp_path: Path, framework: str) -> None:
+    """All pairs are applied in one commit: to whole arrays, and to the rows of a rank in a parameter with gaps between rows."""
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        import tpde.torch as functions
+
+        live_of = torch.from_numpy
+    else:
+        functions: Any = tpde.numpy  # type: ignore[no-redef]
+        live_of = lambda array: array  # noqa: E731
+    random = np.random.default_rng(3)
+    versions = [{"w": random.integers(0, 99, (200, 64)).astype(np.float32), "b": np.arange(5, dtype=np.int64)}]
+    pairs = []
+    for number in range(3):
+        after = {name: array.copy() for name, array in versions[-1].items()}
+        after["w"][:: number + 3] += 1
+        after["b"][number] = -number
+        pairs.append(tmp_path / f"step {number}")
+        tpde.numpy.save_file(after, pairs[-1], base=versions[-1], split="w=0:2", chunk_lanes=4096)
+        versions.append(after)
+
+    def held(version: int) -> dict[str, Any]:
+        return {name: live_of(array.copy()) for name, array in versions[version].items()}
+
+    def same(found: dict[str, Any], version: int) -> bool:
+        return all(np.asarray(found[name]).tobytes() == array.tobytes() for name, array in versions[version].items())
+
+    live = held(0)
+    done: list[tuple[int, int]] = []
+    assert functions.apply_(live, pairs, progress=lambda at, total: done.append((at, total))) == "applied"
+    assert same(live, 3) and done[-1][0] == done[-1][1] == 200 * 64 * 4 + 40
+    assert functions.apply_(live, pairs) == "already_applied" and same(live, 3)
+    assert functions.apply_(held(1), pairs[1:]) == "applied"
+
+    # Tensors that are left out, with the pairs as they are, and a pair that does not follow.
+    only = {"b": held(0)["b"]}
+    assert functions.apply_(only, pairs, strict=False) == "applied" and np.asarray(only["b"]).tobytes() == versions[3]["b"].tobytes()
+    live = held(0)
+    for steps, number in (([pairs[0], pairs[2]], 2), (pairs[1:], 1)):
+        with pytest.raises(tpde.Step) as raised:
+            functions.apply_(live, steps)
+        assert raised.value.number == number and isinstance(raised.value.__cause__, tpde.WrongBase) and same(live, 0)
+    blob = Path(f"{pairs[1]}.tpde-blob")
+    content = blob.read_bytes()
+    blob.write_bytes(content[:70] + bytes([content[70] ^ 1]) + content[71:])
+    with pytest.raises(tpde.Step) as raised:
+        functions.apply_(live, pairs)
+    assert raised.value.number == 2 and isinstance(raised.value.__cause__, tpde.Invalid) and same(live, 0)
+    blob.write_bytes(content)
+
+    wide = np.full((100, 70), 7, np.float32)
+    wide[:, 3:67] = versions[0]["w"][100:]
+    memory = live_of(wide)
+    rows = tpde.Slice("w", np.s_[100:, :], memory[:, 3:67], (200, 64))
+    assert functions.apply_slices_([rows], pairs) == "applied"
+    expected = np.full((100, 70), 7, np.float32)
+    expected[:, 3:67] = versions[3]["w"][100:]
+    assert np.asarray(memory).tobytes() == expected.tobytes()
+    assert functions.apply_slices_([rows], pairs) == "already_applied"
+    with pytest.raises(tpde.NotHeld):
+        functions.apply_slices_([tpde.Slice("w", np.s_[:5], live_of(versions[0]["w"][:5].copy()), (200, 64))], pairs)
+
+
+def test_tied_weights_follow_a_chain_once(tmp_path: Path) -> None:
+    versions = [{name: np.arange(number, 4096 + number, dtype=np.int32) for name in ("head", "embed")} for number in range(3)]
+    pairs = [tmp_path / str(number) for number in (1, 2)]
+    for pair, base, target in zip(pairs, versions, versions[1:]):
+        tpde.numpy.save_file(target, pair, base=base)
+    shared = versions[0]["head"].copy()
+    assert tpde.numpy.apply_({"head": shared, "embed": shared}, pairs) == "applied"
+    assert shared.tobytes() == versions[2]["head"].tobytes()

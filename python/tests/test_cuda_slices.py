@@ -454,7 +454,7 @@ class TestSteps:
             ("no pair is given", lambda: tpde.torch.apply_(live, [])),
             ("expected no base", lambda: tpde.torch.apply_(live, chain.pairs, base=moved(chain.versions[0]))),
             ("expected mode 'all_checked'", lambda: tpde.torch.apply_(live, chain.pairs, mode="chunk_by_chunk")),
-            ("on a CUDA device only", lambda: tpde.torch.apply_(on_cpu, chain.pairs)),
+            ("tensor norm is F32", lambda: tpde.torch.apply_({**on_cpu, "norm": on_cpu["q"]}, chain.pairs)),
             ("tensor norm is F32", lambda: tpde.torch.apply_({**live, "norm": live["q"]}, chain.pairs)),
         ]
         for why, call in refused:

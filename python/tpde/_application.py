@@ -76,12 +76,17 @@ def on_device(device: Any, pair: Any, opened: _tpde.Pair, payloads: Any = "file"
     return pair
 
 
-def apply_steps(before: list[Any], last: Any, memories: Any, progress: Progress, scratch: int | None) -> bool:
-    """Applies the pairs ``before`` and ``last``, which is on a device. False if the memory already was the last target."""
-    if last is None:
-        raise InvalidArgument("several pairs change tensors on a CUDA device only: fold the pairs for tensors on the CPU")
-    steps = [on_device(last.device, one, one._pair if hasattr(one, "_pair") else open_pair(one)) for one in before]
-    return bool(last._apply_after(steps, memories, progress, scratch=scratch))
+def apply_steps(
+    before: list[Any], opened: _tpde.Pair, last: Any, memories: Any, progress: Progress, scratch: int | None
+) -> bool:
+    """Applies the pairs ``before`` and the pair ``opened``, which is ``last`` if it is on a device. False if the memory already was the
+    last target."""
+    pairs = [one._pair if hasattr(one, "_pair") else open_pair(one) for one in before]
+    if last is not None:
+        steps = [on_device(last.device, one, pair) for one, pair in zip(before, pairs)]
+        return bool(last._apply_after(steps, memories, progress, scratch=scratch))
+    with progress_callback(progress, "apply") as callback:
+        return opened.apply_after(pairs, memories, callback)
 
 
 class SlicesApplication:
@@ -160,7 +165,7 @@ class SlicesApplication:
         """False if the slices already were the target."""
         on = self._on_device
         if self._before:
-            return apply_steps(self._before, on, self._memories, progress, self._scratch)
+            return apply_steps(self._before, self._pair, on, self._memories, progress, self._scratch)
         if self._application is not None:
             on._device.refuse_capture("applying a pair")
             return bool(self._application.run(on, progress))

@@ -227,7 +227,7 @@ def apply_(
             bases_of = _base_of(outline, base, on, base_columns)
             applied, application = True, _overwrite(opened, on, outputs, bases_of, written, progress, digests=is_checked)
         elif before:
-            applied = apply_steps(before, on, outputs, progress, scratch)
+            applied = apply_steps(before, opened, on, outputs, progress, scratch)
         elif on is not None:
             applied, application = on._apply(outputs, [], mode, progress, meanwhile=written.prepare)
         else:

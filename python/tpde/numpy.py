@@ -6,7 +6,7 @@ these dtypes as unsigned integers with the same bits. Arrays that are read or ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _state
@@ -65,7 +65,7 @@ def save_file(
 
 def apply_(
     tensors: Mapping[str, numpy.ndarray[Any, Any]],
-    pair: StrPath,
+    pair: StrPath | Sequence[StrPath],
     *,
     mode: Mode = "all_checked",
     strict: bool = True,
@@ -87,7 +87,7 @@ def apply_(
 
 def apply_slices_(
     slices: Iterable[Slice],
-    pair: StrPath,
+    pair: StrPath | Sequence[StrPath],
     *,
     base: StrPath | Mapping[str, numpy.ndarray[Any, Any]] | Iterable[Slice] | None = None,
     mode: Mode = "all_checked",

@@ -154,9 +154,9 @@ def apply_(
         tensors: The base: a dict of tensors, or a module, whose parameters and buffers are used. Contiguous (any storage offset;
             on the CPU any alignment), all on the CPU or all on one CUDA device. There the work follows what is queued on the
             current stream. Nothing else may read or write the tensors during the call.
-        pair: Name of the pair, or either file; or a :class:`DevicePair`. For tensors on a CUDA device also a list of pairs, each made
-            from the target of the one before: all are applied in one commit, and nothing is written before all checks of all pairs
-            have passed. Each tensor is in all of these pairs, under one name and with one dtype and shape.
+        pair: Name of the pair, or either file; or a :class:`DevicePair`. Or a list of pairs, each made from the target of the one
+            before: all are applied in one commit, and nothing is written before all checks of all pairs have passed. Each tensor is
+            in all of these pairs, under one name and with one dtype and shape.
         base: The base, if ``tensors`` hold something else, such as another fine-tune of the base. The tensors are then overwritten
             in one pass, and the base is not changed. For weights on a CUDA device, the base must be tensors on that device. If the
             call fails midway, the weights are unusable: :class:`Poisoned` has the reason as its ``__cause__``.
@@ -173,7 +173,7 @@ def apply_(
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, and so is its state dict, because their weights are not in memory.
         expect: As for :func:`tpde.apply`. Of several pairs, the digest of the last one.
-        scratch: Bytes of memory in which several pairs are checked; by default 128 MiB. It is at least the size of the largest
+        scratch: Bytes of memory in which several pairs are checked on a CUDA device; by default 128 MiB. It is at least the size of the largest
             tensor, and never more than that of all tensors. If all tensors fit in it and have no gaps between rows, each pair is
             decoded once, otherwise twice, in groups of tensors. With one pair it is not used.
         progress: As for :func:`tpde.encode`.
