@@ -47,7 +47,7 @@ pub struct Apply {
 
 /// Describes what was rebuilt.
 #[derive(Serialize)]
-pub struct Report {
+pub struct ApplyOutput {
     output: JsonPath,
     /// Number of pairs that were applied.
     pairs: usize,
@@ -68,11 +68,11 @@ pub struct Report {
 }
 
 impl Apply {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<ApplyOutput> {
         self.apply(common).with_context(|| format!("apply {} to {}", self.chain.shown(), text::path(&self.output)))
     }
 
-    fn apply(&self, common: &Common) -> Result<Report> {
+    fn apply(&self, common: &Common) -> Result<ApplyOutput> {
         #[cfg(feature = "mmap")]
         if self.map.mmap {
             return self.rebuild(&self.chain.open(map_pair)?, common);
@@ -80,7 +80,7 @@ impl Apply {
         self.rebuild(&self.chain.open(read_pair)?, common)
     }
 
-    fn rebuild<B: Source>(&self, opened: &OpenedChain<B>, common: &Common) -> Result<Report> {
+    fn rebuild<B: Source>(&self, opened: &OpenedChain<B>, common: &Common) -> Result<ApplyOutput> {
         let (pair, chain) = last_of(opened.base(), &opened.pairs)?;
         let globs = matchers(&self.tensor, pair.index())?;
         let is_wanted = |name: &str| globs.iter().any(|glob| glob.is_match(name));
@@ -108,7 +108,7 @@ impl Apply {
         let report = report.map_err(|error| error.in_step(count, count, self.chain.last()))?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
-        Ok(Report {
+        Ok(ApplyOutput {
             output: JsonPath(self.output.clone()),
             pairs: opened.pairs.len(),
             tensors: report.tensors,
@@ -135,7 +135,7 @@ fn check_names_file(output: &Path) -> Result<()> {
     Err(Error::InvalidArgument(format!("-o must name a file here, as in {example}: the output is one file")))
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ApplyOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{BOLD}rebuilt {}{BOLD:#}", text::path(&self.output))?;
         let checked = match (self.digests_checked, self.needs_base) {

@@ -13,21 +13,21 @@ pub struct Completions {
 
 /// A script for a shell.
 #[derive(Serialize)]
-pub struct Report {
+pub struct CompletionScript {
     shell: String,
     script: String,
 }
 
 impl Completions {
     /// A script for this command line.
-    pub fn run(&self, mut command: Command) -> Report {
+    pub fn run(&self, mut command: Command) -> CompletionScript {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut command, "tpde", &mut script);
-        Report { shell: self.shell.to_string(), script: String::from_utf8_lossy(&script).into_owned() }
+        CompletionScript { shell: self.shell.to_string(), script: String::from_utf8_lossy(&script).into_owned() }
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for CompletionScript {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.script)
     }

@@ -30,7 +30,7 @@ pub struct Demo {
 
 /// The steps and their reports.
 #[derive(Serialize)]
-pub struct Report {
+pub struct DemoOutput {
     dir: JsonPath,
     kept: bool,
     steps: Vec<Step>,
@@ -48,11 +48,11 @@ struct Step {
 }
 
 impl Demo {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<DemoOutput> {
         self.demo(common).context("demo")
     }
 
-    fn demo(&self, common: &Common) -> anyhow::Result<Report> {
+    fn demo(&self, common: &Common) -> anyhow::Result<DemoOutput> {
         let (dir, temporary) = match &self.dir {
             Some(dir) => {
                 create_folder(dir)?;
@@ -89,7 +89,14 @@ impl Demo {
         let size = |path: PathBuf| path.metadata().map(|metadata| metadata.len());
         let stored_bytes = size(update.with_extension("tpde-index"))? + size(update.with_extension("tpde-blob"))?;
         let kept = temporary.is_none();
-        Ok(Report { dir: JsonPath(dir), kept, steps: demo.steps, identical: true, target_bytes: wanted.len() as u64, stored_bytes })
+        Ok(DemoOutput {
+            dir: JsonPath(dir),
+            kept,
+            steps: demo.steps,
+            identical: true,
+            target_bytes: wanted.len() as u64,
+            stored_bytes,
+        })
     }
 }
 
@@ -202,7 +209,7 @@ impl Xorshift {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for DemoOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for step in &self.steps {
             writeln!(f, "{BOLD}$ {}{BOLD:#}\n{}", step.command, step.text)?;

@@ -122,7 +122,7 @@ pub struct Written {
 
 /// Describes what was written.
 #[derive(Serialize)]
-pub struct Report {
+pub struct EncodeOutput {
     index: JsonPath,
     blob: JsonPath,
     has_base: bool,
@@ -168,11 +168,11 @@ pub struct Report {
 }
 
 impl Encode {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<EncodeOutput> {
         self.encode(common).with_context(|| format!("encode {}", text::path(&self.made.output)))
     }
 
-    fn encode(&self, common: &Common) -> Result<Report> {
+    fn encode(&self, common: &Common) -> Result<EncodeOutput> {
         let (base, target) = operands(&self.first, self.second.as_deref());
         let base = base.map(open).transpose()?;
         let target = open(target)?;
@@ -188,7 +188,7 @@ impl Encode {
             DeviceName::Cuda(ordinal) => self.encode_on(&open_cuda(ordinal)?, base.as_ref(), &target, options, common)?,
         };
         let copy = text::copy(target.path(), target.not_included(), "OUT");
-        Ok(Report { not_included: target.not_included().to_vec(), copy, ..Report::new(written, base.is_some()) })
+        Ok(EncodeOutput { not_included: target.not_included().to_vec(), copy, ..EncodeOutput::new(written, base.is_some()) })
     }
 
     /// Copies both checkpoints to a device, and encodes there.
@@ -238,7 +238,7 @@ impl Encode {
     }
 }
 
-impl Report {
+impl EncodeOutput {
     /// The report of a pair that was written.
     pub fn new(written: Written, has_base: bool) -> Self {
         let Written { paths, report, seconds } = written;
@@ -311,7 +311,7 @@ fn read_map(path: &Path) -> Result<BTreeMap<String, String>> {
         .map_err(|e| Error::InvalidArgument(format!("{} does not map target names to base names: {e}", text::path(path))))
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for EncodeOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let blob = self.blob.file_name().map_or(&*self.blob, Path::new);
         writeln!(f, "{BOLD}wrote {} and {}{BOLD:#}", text::path(&self.index), text::path(blob))?;

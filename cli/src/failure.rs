@@ -27,7 +27,7 @@ const MAX_TIP_CHARS: usize = 200;
 pub struct Output(#[source] pub io::Error);
 
 #[derive(Serialize)]
-struct Report {
+struct ErrorDocument {
     error: Failure,
 }
 
@@ -200,7 +200,7 @@ fn usage_message(error: &clap::Error) -> String {
 }
 
 fn print(error: Failure) {
-    let _ = text::json(io::stdout().lock(), "tpde.error/1", &Report { error });
+    let _ = text::json(io::stdout().lock(), "tpde.error/1", &ErrorDocument { error });
 }
 
 /// The context of an error and the first cause from the library, from the system or from a failed output, on one line. Causes

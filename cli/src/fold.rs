@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::device::{DeviceName, open_cuda};
-use super::encode::{PairArgs, Report, Written};
+use super::encode::{EncodeOutput, PairArgs, Written};
 use super::inputs::{ChainArgs, OpenedChain, jobs, read_pair};
 use super::text;
 use anyhow::Context;
@@ -43,18 +43,18 @@ pub struct Revert {
 }
 
 impl Fold {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<EncodeOutput> {
         self.fold(common).with_context(|| format!("fold {} to {}", self.chain.shown(), text::path(&self.made.output)))
     }
 
-    fn fold(&self, common: &Common) -> Result<Report> {
+    fn fold(&self, common: &Common) -> Result<EncodeOutput> {
         let opened = self.chain.open(read_pair)?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
         let written = match self.device {
             DeviceName::Cpu => self.made.write(Encode::fold(&chain).options(self.made.options()), "fold", common)?,
             DeviceName::Cuda(ordinal) => self.fold_on(&open_cuda(ordinal)?, &chain, &opened, common)?,
         };
-        Ok(Report::new(written, !self.chain.no_base))
+        Ok(EncodeOutput::new(written, !self.chain.no_base))
     }
 
     /// Copies the base to a device, and applies the pairs and encodes there.
@@ -88,14 +88,14 @@ impl Fold {
 }
 
 impl Revert {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<EncodeOutput> {
         self.revert(common).with_context(|| format!("revert {} to {}", self.chain.shown(), text::path(&self.made.output)))
     }
 
-    fn revert(&self, common: &Common) -> Result<Report> {
+    fn revert(&self, common: &Common) -> Result<EncodeOutput> {
         let opened = self.chain.open(read_pair)?;
         let chain = Chain::new(opened.base(), &opened.pairs)?;
         let written = self.made.write(Encode::revert(&chain).options(self.made.options()), "revert", common)?;
-        Ok(Report::new(written, true))
+        Ok(EncodeOutput::new(written, true))
     }
 }

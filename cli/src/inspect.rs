@@ -68,7 +68,7 @@ pub struct Inspect {
 
 /// Pair, and the requested parts of the report. Rows are generated while printing and never stored, because an index of a few
 /// megabytes can have gigabytes of rows.
-pub struct Report {
+pub struct InspectOutput {
     pair: Pair<FileSource>,
     summary: Option<Summary>,
     rows: Rows,
@@ -148,17 +148,17 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Inspect {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<InspectOutput> {
         self.inspect(common).with_context(|| format!("inspect {}", text::path(&self.pair)))
     }
 
-    fn inspect(&self, common: &Common) -> Result<Report> {
+    fn inspect(&self, common: &Common) -> Result<InspectOutput> {
         let pair = self.expect.open(&self.pair)?;
         if let Some(path) = &self.html {
             self.write_page(&pair, path, common)?;
         }
         if self.chunks {
-            return Ok(Report { pair, summary: None, rows: Rows::Chunks, explanation: None });
+            return Ok(InspectOutput { pair, summary: None, rows: Rows::Chunks, explanation: None });
         }
         let explanation = self.explain.then(|| self.explanation(&pair, common)).transpose()?;
         let index = pair.index();
@@ -166,7 +166,7 @@ impl Inspect {
         let mut places: Vec<_> = (0..index.tensor_count() as u32).collect();
         places.sort_by_cached_key(|place| Reverse(payload_bytes(place))); // stable: names break ties
         let summary = (!self.tensors).then(|| summary(index, PairPaths::new(&self.pair)));
-        Ok(Report { pair, summary, rows: Rows::Tensors(places), explanation })
+        Ok(InspectOutput { pair, summary, rows: Rows::Tensors(places), explanation })
     }
 
     fn write_page(&self, pair: &Pair<FileSource>, path: &Path, common: &Common) -> Result<()> {
@@ -262,7 +262,7 @@ fn summary(index: &ValidatedIndex, paths: PairPaths) -> Summary {
     }
 }
 
-impl Report {
+impl InspectOutput {
     fn tensors<'a>(&'a self, places: &'a [u32]) -> impl Iterator<Item = TensorReport> + Clone + 'a {
         let index = self.pair.index();
         places.iter().map(move |&place| TensorReport::new(index, &index.tensor(place as usize)))
@@ -299,7 +299,7 @@ impl Report {
     }
 }
 
-impl Serialize for Report {
+impl Serialize for InspectOutput {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut parts = serializer.serialize_map(None)?;
         if let Some(summary) = &self.summary {
@@ -346,7 +346,7 @@ fn needs(index: &ValidatedIndex) -> Needs {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for InspectOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(summary) = &self.summary {
             write!(f, "{summary}")?;

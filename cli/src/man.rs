@@ -22,27 +22,27 @@ pub struct Man {
 /// One page, or the paths of all written pages.
 #[derive(Serialize)]
 #[serde(untagged)]
-pub enum Report {
+pub enum ManOutput {
     Page { page: String },
     Files { files: Vec<JsonPath> },
 }
 
 impl Man {
     /// Prints or writes the pages of this command line.
-    pub fn run(&self, mut command: clap::Command) -> anyhow::Result<Report> {
+    pub fn run(&self, mut command: clap::Command) -> anyhow::Result<ManOutput> {
         command.build();
         match &self.dir {
             None => {
                 let mut page = Vec::new();
                 Page::new(command).render(&mut page)?;
-                Ok(Report::Page { page: String::from_utf8_lossy(&page).into_owned() })
+                Ok(ManOutput::Page { page: String::from_utf8_lossy(&page).into_owned() })
             }
             Some(dir) => write(command, dir).with_context(|| format!("man {}", text::path(dir))),
         }
     }
 }
 
-fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
+fn write(command: clap::Command, dir: &Path) -> tpde::Result<ManOutput> {
     create_folder(dir)?;
     let (mut files, mut left) = (Vec::new(), VecDeque::from([command]));
     while let Some(command) = left.pop_front() {
@@ -55,14 +55,14 @@ fn write(command: clap::Command, dir: &Path) -> tpde::Result<Report> {
         OutputFile::create(&path, &[], true)?.publish(&bytes)?;
         files.push(JsonPath(path));
     }
-    Ok(Report::Files { files })
+    Ok(ManOutput::Files { files })
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ManOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Report::Page { page } => f.write_str(page),
-            Report::Files { files } => files.iter().try_for_each(|path| writeln!(f, "{}", text::path(path))),
+            ManOutput::Page { page } => f.write_str(page),
+            ManOutput::Files { files } => files.iter().try_for_each(|path| writeln!(f, "{}", text::path(path))),
         }
     }
 }

@@ -44,7 +44,7 @@ pub struct OutputArgs {
 
 /// Describes the new pair.
 #[derive(Serialize)]
-pub struct Report {
+pub struct MergeOutput {
     index: JsonPath,
     blob: JsonPath,
     /// Number of pairs of which the new pair is made.
@@ -57,11 +57,11 @@ pub struct Report {
 }
 
 impl Merge {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<MergeOutput> {
         self.merge(common).with_context(|| format!("merge {}", text::path(&self.output.output)))
     }
 
-    fn merge(&self, common: &Common) -> anyhow::Result<Report> {
+    fn merge(&self, common: &Common) -> anyhow::Result<MergeOutput> {
         let open = |pair: &PathBuf| Pair::open(pair).with_context(|| format!("open {}", text::path(pair)));
         let pairs = self.pairs.iter().map(open).collect::<anyhow::Result<Vec<_>>>()?;
         Ok(self.output.write(tpde::Merge::new(&pairs), "merge", pairs.len(), common)?)
@@ -70,7 +70,13 @@ impl Merge {
 
 impl OutputArgs {
     /// Writes the result of `merge`, a merge of `pairs` pairs.
-    pub fn write(&self, merge: tpde::Merge<'_, FileSource>, verb: &'static str, pairs: usize, common: &Common) -> Result<Report> {
+    pub fn write(
+        &self,
+        merge: tpde::Merge<'_, FileSource>,
+        verb: &'static str,
+        pairs: usize,
+        common: &Common,
+    ) -> Result<MergeOutput> {
         let paths = PairPaths::new(&self.output);
         let merge = merge.files(!self.no_files).payload_digests(self.payload_digests).overwrite(self.force);
         let bar = common.bar(verb, merge.progress_bytes());
@@ -78,7 +84,7 @@ impl OutputArgs {
         let made = merge.progress(|bytes| bar.inc(bytes)).to_path(&self.output)?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
-        Ok(Report {
+        Ok(MergeOutput {
             index: JsonPath(paths.index),
             blob: JsonPath(paths.blob),
             pairs: pairs as u64,
@@ -90,7 +96,7 @@ impl OutputArgs {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for MergeOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MergeReport { tensors, chunks, files, index_bytes, blob_bytes, .. } = self.made;
         let blob = self.blob.file_name().map_or(&*self.blob, Path::new);

@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::inputs::{ExpectArgs, PartArg, glob, matchers, rectangles};
-use super::merge::{OutputArgs, Report};
+use super::merge::{MergeOutput, OutputArgs};
 use super::text;
 use anyhow::Context;
 use clap::Args;
@@ -34,11 +34,11 @@ pub struct Subset {
 }
 
 impl Subset {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<MergeOutput> {
         self.subset(common).with_context(|| format!("subset {}", text::path(&self.pair)))
     }
 
-    fn subset(&self, common: &Common) -> Result<Report> {
+    fn subset(&self, common: &Common) -> Result<MergeOutput> {
         let pair = self.expect.open(&self.pair)?;
         let globs = matchers(&self.tensor, pair.index())?;
         let parts = rectangles(&self.part, pair.index())?;

@@ -48,7 +48,7 @@ pub struct Verify {
 
 /// The checks that were made and passed.
 #[derive(Serialize)]
-pub struct Report {
+pub struct VerifyOutput {
     pair: JsonPath,
     /// Number of pairs, of which `pair` is the last.
     pairs: usize,
@@ -59,7 +59,7 @@ pub struct Report {
 }
 
 impl Verify {
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<VerifyOutput> {
         self.verify(common).with_context(|| format!("verify {}", text::path(self.last())))
     }
 
@@ -68,7 +68,7 @@ impl Verify {
         self.pairs.last().map_or(Path::new(""), PathBuf::as_path)
     }
 
-    fn verify(&self, common: &Common) -> Result<Report> {
+    fn verify(&self, common: &Common) -> Result<VerifyOutput> {
         #[cfg(feature = "mmap")]
         if self.map.mmap {
             return self.check(map_pair, common);
@@ -76,7 +76,7 @@ impl Verify {
         self.check(read_pair, common)
     }
 
-    fn check<B: Source>(&self, open_pair: OpenPair<B>, common: &Common) -> Result<Report> {
+    fn check<B: Source>(&self, open_pair: OpenPair<B>, common: &Common) -> Result<VerifyOutput> {
         let pairs = self.expect.open_chain(self.pairs.iter().map(PathBuf::as_path), open_pair)?;
         if pairs.len() > 1 && self.base.is_none() && !self.no_base {
             return Err(Error::InvalidArgument("several pairs are verified as a chain, which needs --base or --no-base".into()));
@@ -103,18 +103,18 @@ impl Verify {
         let found = found.map_err(|error| error.in_step(pairs.len(), pairs.len(), self.last()))?;
         bar.finish_and_clear();
         let needs_base = pair.index().tensors().any(|tensor| tensor.base_kind != BaseKind::None);
-        Ok(Report { pair: JsonPath(self.last().to_owned()), pairs: pairs.len(), needs_base, found })
+        Ok(VerifyOutput { pair: JsonPath(self.last().to_owned()), pairs: pairs.len(), needs_base, found })
     }
 }
 
-impl Report {
+impl VerifyOutput {
     /// The reason why `apply` cannot write the target of a sound pair.
     pub fn refused(&self) -> Option<String> {
         self.found.not_writable.as_ref().map(|reason| format!("{} is sound, but not writable: {reason}", text::path(&self.pair.0)))
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VerifyOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let VerifyReport { tensors, chunks, stored_bytes, base_checked, target_checked, payload_digests, .. } = self.found.checked;
         match self.found.not_writable {

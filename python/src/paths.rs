@@ -293,7 +293,7 @@ pub fn verify(
 }
 
 /// Rectangles by name of their tensor: first index and number of indexes in each dimension.
-type Parts = BTreeMap<String, Vec<(Vec<u64>, Vec<u64>)>>;
+pub type Parts = BTreeMap<String, Vec<(Vec<u64>, Vec<u64>)>>;
 
 /// Merges pairs. `wanted` selects tensors by name. `parts` keeps only the parts of its tensors that are within their rectangles.
 #[pyfunction]

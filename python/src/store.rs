@@ -3,7 +3,7 @@
 use crate::errors::{self, exception};
 use crate::memory::{SliceMemory, Tensors};
 use crate::pair;
-use crate::paths::{Options, Source, bytes_of, encode_report};
+use crate::paths::{Options, Parts, Source, bytes_of, encode_report};
 use crate::run::{Failure, Steering, run_with};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -101,8 +101,6 @@ fn attributes(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
 
 /// Versions that the caller has as checkpoints, and their paths.
 type Have = Vec<(String, PathBuf)>;
-/// First index and number of indexes in each dimension, of parts of tensors by name.
-type Parts = BTreeMap<String, Vec<(Vec<u64>, Vec<u64>)>>;
 
 /// Options of [`Store::put`].
 #[derive(FromPyObject)]

@@ -74,7 +74,7 @@ struct Group<'a> {
 }
 
 /// A queued step and its number.
-type Queued = (usize, Pending);
+type QueuedStep = (usize, Pending);
 
 impl<'a> ApplyChain<'a> {
     /// Takes the steps in the order in which they are applied, and the slices to change.
@@ -157,7 +157,7 @@ impl<'a> ApplyChain<'a> {
     /// with the number of groups that may have been written. Also after an error, no work is still running.
     fn pass(&self, groups: &[Group<'_>], stream: &Stream, writes: bool) -> Result<(), (usize, Error)> {
         let mut in_flight = VecDeque::new();
-        let wait = |queued: Vec<Queued>| queued.into_iter().try_for_each(|(number, one)| one.wait().map_err(|e| step(number, e)));
+        let wait = |steps: Vec<QueuedStep>| steps.into_iter().try_for_each(|(number, one)| one.wait().map_err(|e| step(number, e)));
         let mut pass = || {
             for (n, group) in groups.iter().enumerate() {
                 if in_flight.len() == GROUPS_IN_FLIGHT {
@@ -174,7 +174,7 @@ impl<'a> ApplyChain<'a> {
     }
 
     /// Queues all steps of a group.
-    fn queue(&self, group: &Group<'_>, stream: &Stream, writes: bool) -> Result<Vec<Queued>> {
+    fn queue(&self, group: &Group<'_>, stream: &Stream, writes: bool) -> Result<Vec<QueuedStep>> {
         let queue = |(number, one): (usize, &ChainStep<'a>)| {
             let (is_first, is_last) = (number == 1, number == self.steps.len());
             let (tensors, mode) = if is_first {

@@ -64,7 +64,7 @@ pub struct Rebuild<'a, B> {
 }
 
 /// A step that is queued: its index in the chain, its size, and its outcome.
-type Queued = (usize, u64, Pending);
+type InFlightStep = (usize, u64, Pending);
 
 impl<'a, B: Source> Rebuild<'a, B> {
     /// Takes a chain, and the tensors of its base on a device. All work on these tensors must have completed.
@@ -96,7 +96,7 @@ impl<'a, B: Source> Rebuild<'a, B> {
         self.wait(&mut in_flight, 0).and(rebuilt)
     }
 
-    fn rebuild(&self, stream: &Stream, in_flight: &mut VecDeque<Queued>) -> Result<DeviceCheckpoint> {
+    fn rebuild(&self, stream: &Stream, in_flight: &mut VecDeque<InFlightStep>) -> Result<DeviceCheckpoint> {
         let mut version: Option<DeviceCheckpoint> = None;
         let count = self.chain.pairs().len();
         for (step, pair) in self.chain.pairs().enumerate() {
@@ -114,7 +114,7 @@ impl<'a, B: Source> Rebuild<'a, B> {
 
     /// Waits for steps until no more than `left` are queued, and reports them. After an error none is queued, because it is the cause
     /// of those of later steps.
-    fn wait(&self, in_flight: &mut VecDeque<Queued>, left: usize) -> Result<()> {
+    fn wait(&self, in_flight: &mut VecDeque<InFlightStep>, left: usize) -> Result<()> {
         let mut outcome = Ok(());
         while in_flight.len() > if outcome.is_ok() { left } else { 0 } {
             let Some((step, bytes, pending)) = in_flight.pop_front() else { break };

@@ -29,7 +29,7 @@ pub struct SafetensorsCheckpoint {
     shard_index: Option<ShardIndex>,
     tensors: Vec<TensorInfo>,
     /// For each tensor, its location in `files`.
-    locations: Vec<Location>,
+    locations: Vec<ShardOffset>,
     /// The file that other programs may read instead of this checkpoint, if the caller has chosen neither.
     rival: Option<String>,
     not_included: Vec<String>,
@@ -37,7 +37,7 @@ pub struct SafetensorsCheckpoint {
 
 /// Index of a file, and offset of a tensor in that file in bytes.
 #[derive(Debug)]
-struct Location {
+struct ShardOffset {
     file: u32,
     start: u64,
 }
@@ -166,7 +166,7 @@ impl SafetensorsCheckpoint {
         for (file, (path, name)) in paths.iter().enumerate() {
             let (shard, tensors) = Shard::open(path, name, shared.as_ref())?;
             all.extend(tensors.into_iter().map(|FileTensor { info, offset }| {
-                let location = Location { file: file as u32, start: shard.content_size + offset };
+                let location = ShardOffset { file: file as u32, start: shard.content_size + offset };
                 (info, location)
             }));
             files.push(shard);
@@ -292,7 +292,7 @@ impl Checkpoint for SafetensorsCheckpoint {
     }
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let Location { file, start } = self.locations[tensor_index];
+        let ShardOffset { file, start } = self.locations[tensor_index];
         self.files[file as usize].source.read(start + offset, out)
     }
 

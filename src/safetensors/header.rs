@@ -306,7 +306,7 @@ fn content_size(length: [u8; LENGTH as usize]) -> Option<u64> {
 /// Parses a shard index into a map from tensor name to shard name. Other members of the shard index may have any value.
 pub(super) fn weight_map(path: &Path, content: &[u8]) -> Result<BTreeMap<String, String>> {
     #[derive(serde::Deserialize)]
-    struct ShardIndex {
+    struct WeightMap {
         weight_map: Strings,
     }
     let bad = |reason: &dyn fmt::Display| Error::bad_checkpoint(path, format_args!("bad shard index: {reason}"));
@@ -315,7 +315,7 @@ pub(super) fn weight_map(path: &Path, content: &[u8]) -> Result<BTreeMap<String,
     }
     // Check UTF-8 here, because the parser does not check strings that it skips.
     let text = std::str::from_utf8(content).map_err(|e| bad(&e))?;
-    let Object(ShardIndex { weight_map: Strings(map) }) = serde_json::from_str(text).map_err(|e| bad(&e))?;
+    let Object(WeightMap { weight_map: Strings(map) }) = serde_json::from_str(text).map_err(|e| bad(&e))?;
     Ok(map)
 }
 

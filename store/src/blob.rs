@@ -16,11 +16,11 @@ const HELD: usize = 4;
 pub(crate) struct StoredSource<'a> {
     remote: &'a Remote,
     stored: &'a Stored,
-    state: Mutex<State>,
+    state: Mutex<BlobState>,
 }
 
 #[derive(Default)]
-struct State {
+struct BlobState {
     /// Requests for consecutive segments, from this one on.
     first: usize,
     requests: VecDeque<Pending<Result<Result<Vec<u8>>>>>,
@@ -51,7 +51,7 @@ impl<'a> StoredSource<'a> {
     }
 }
 
-impl State {
+impl BlobState {
     fn read(&mut self, remote: &Remote, stored: &Stored, at: usize) -> Result<Arc<Vec<u8>>> {
         if !(self.first..self.first + self.requests.len()).contains(&at) {
             self.requests.clear();

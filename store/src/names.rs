@@ -117,7 +117,7 @@ fn of_id(object: &str, ending: &str, name: impl Fn(UploadId) -> String) -> Optio
 }
 
 /// Branch and number.
-type Place<'a> = (&'a str, u64);
+type VersionKey<'a> = (&'a str, u64);
 
 /// Branch and number of a manifest.
 pub(crate) fn of_manifest(object: &str) -> Option<(&str, u64)> {
@@ -141,7 +141,7 @@ fn of_version<'a>(object: &'a str, ending: &str, name: impl Fn(&str, u64) -> Str
 }
 
 /// Branch and number of the version to which a shortcut leads, and of the one from which it does.
-pub(crate) fn of_shortcut(object: &str) -> Option<(Place<'_>, Place<'_>)> {
+pub(crate) fn of_shortcut(object: &str) -> Option<(VersionKey<'_>, VersionKey<'_>)> {
     let (branch, rest) = object.strip_prefix(SHORTCUTS)?.strip_prefix('/')?.split_once('/')?;
     let (number, from) = rest.split_once('/')?;
     let number: u64 = number.parse().ok()?;

@@ -11,7 +11,7 @@ use crate::names;
 use crate::prefix::{NOBODY, Prefix, json, new_version, resolve, state};
 use crate::reach::reach;
 use crate::route::{self, Have, Route, Source, Start};
-use crate::upload::{Known, Upload, take};
+use crate::upload::{SegmentMap, Upload, take};
 use crate::wanted::Wanted;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -228,7 +228,7 @@ impl Put<'_> {
         version.tensors = target.tensors().len() as u64;
         version.tensor_bytes = target.tensors().iter().map(|tensor| tensor.bytes()).sum();
 
-        let known: Known = parent.iter().flat_map(Version::file_segments).map(|segment| (segment.digest, *segment)).collect();
+        let known: SegmentMap = parent.iter().flat_map(Version::file_segments).map(|segment| (segment.digest, *segment)).collect();
         let encode = options.encode.clone().payload_digests(true); // readers of ranges compare them
         let mut without_parent = encode.clone();
         without_parent.renamed.clear();
@@ -351,7 +351,7 @@ pub(crate) fn upload_alone(prefix: &Prefix, path: &Path) -> Result<StoredPair> {
 
 /// Uploads the files of a pair.
 fn upload_files(prefix: &Prefix, id: UploadId, path: &Path) -> Result<StoredPair> {
-    let known = Known::new();
+    let known = SegmentMap::new();
     let paths = PairPaths::new(path);
     let (mut index, mut blob) = (FileSource::open(&paths.index)?, FileSource::open(&paths.blob)?);
     index.settle()?;
@@ -408,7 +408,7 @@ pub(crate) fn upload_pair(
     tensor_bytes: u64,
 ) -> Result<(ValidatedIndex, StoredPair)> {
     // A segment of the parent's pair is uploaded too: that pair may be replaced by a shortcut and removed.
-    let known = Known::new();
+    let known = SegmentMap::new();
     let upload = Upload::new(prefix, id, &known).beside_encoder(tensor_bytes)?;
     let failure = upload.failure();
     let streamed = encode.to_writer(upload).map_err(|e| take(&failure).unwrap_or(e.into()))?;

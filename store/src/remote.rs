@@ -58,14 +58,14 @@ impl Drop for Repeating {
 /// An object store, and a prefix in it.
 #[derive(Clone)]
 pub struct Remote {
-    shared: Arc<Shared>,
+    shared: Arc<RemoteInner>,
     /// Can end calls that wait for a request.
     watch: Option<SharedWatch>,
     /// Requests for segments at the same time.
     in_flight: usize,
 }
 
-struct Shared {
+struct RemoteInner {
     store: Arc<dyn ObjectStore>,
     prefix: ObjectPath,
     location: String,
@@ -76,12 +76,12 @@ struct Shared {
     is_sequential: bool,
     /// Whether this process has seen that the object store creates an object only if it does not exist.
     is_probed: AtomicBool,
-    known: Arc<Mutex<Known>>,
+    known: Arc<Mutex<ObjectCache>>,
 }
 
 /// Objects that were read, as long as a list shows that they are unchanged.
 #[derive(Default)]
-struct Known {
+struct ObjectCache {
     objects: HashMap<String, (Stamp, Arc<[u8]>)>,
     /// Size of all objects. Above [`KNOWN_BYTES`], all are forgotten.
     bytes: usize,
@@ -90,7 +90,7 @@ struct Known {
 /// What a list says of an object: size, time, and the store's tag. It differs if the object was written again.
 type Stamp = (u64, i64, Option<String>);
 
-impl Known {
+impl ObjectCache {
     fn find(&self, name: &str, stamp: &Stamp) -> Option<Arc<[u8]>> {
         self.objects.get(name).filter(|(known, _)| known == stamp).map(|(_, bytes)| bytes.clone())
     }
@@ -106,7 +106,7 @@ impl Known {
     }
 }
 
-fn locked(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
+fn locked(known: &Mutex<ObjectCache>) -> MutexGuard<'_, ObjectCache> {
     known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -239,7 +239,7 @@ impl Remote {
     ) -> Result<Self> {
         let executor = if folder.is_some() { Executor::Threads(Threads::new(IN_FLIGHT)) } else { Executor::runtime()? };
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(RemoteInner {
                 store,
                 prefix,
                 location: location.to_owned(),

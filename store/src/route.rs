@@ -65,7 +65,7 @@ pub(crate) enum Start<'a> {
 
 /// A version that was reached, or the nothing before a whole one.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Place {
+enum Node {
     Version(Reference),
     /// Before this whole version.
     Nothing(Reference),
@@ -121,19 +121,19 @@ impl Route {
 
 /// Dijkstra's algorithm, from the version backwards.
 fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, without: &[Step], all: bool) -> Result<Option<Route>> {
-    let end = Place::Version(version.reference());
-    let mut best: BTreeMap<Place, Cost> = BTreeMap::from([(end.clone(), (0, 0))]);
+    let end = Node::Version(version.reference());
+    let mut best: BTreeMap<Node, Cost> = BTreeMap::from([(end.clone(), (0, 0))]);
     // What leads on from a place: a step if there is a pair, and the place behind it.
-    let mut next: BTreeMap<Place, (Option<Step>, Place)> = BTreeMap::new();
+    let mut next: BTreeMap<Node, (Option<Step>, Node)> = BTreeMap::new();
     let mut open = BinaryHeap::from([Reverse(((0, 0), end))]);
     while let Some(Reverse((cost, place))) = open.pop() {
         if best.get(&place) != Some(&cost) {
             continue;
         }
         let at = match &place {
-            Place::Nothing(_) => return Ok(Some(Route { source: Source::Nothing, steps: steps(&next, place) })),
+            Node::Nothing(_) => return Ok(Some(Route { source: Source::Nothing, steps: steps(&next, place) })),
             // Another way may lead past a manifest that is not valid. If none does, `why_not` says so.
-            Place::Version(reference) => match catalog.at(reference) {
+            Node::Version(reference) => match catalog.at(reference) {
                 Err(Error::Manifest { .. }) => None,
                 found => found?,
             },
@@ -143,22 +143,22 @@ fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, withou
             return Ok(Some(Route { source: Source::Version(Box::new(at)), steps: steps(&next, place) }));
         }
         let step = |pair: &StoredPair, shortcut_from| Step { pair: pair.clone(), shortcut_from, to: at.reference() };
-        let mut before: Vec<(Place, Option<Step>)> = Vec::new();
+        let mut before: Vec<(Node, Option<Step>)> = Vec::new();
         match (&at.content, &at.parent) {
             (Content::Whole(pair), _) if !matches!(start, Start::From(_)) => {
-                before.push((Place::Nothing(at.reference()), Some(step(pair, None))));
+                before.push((Node::Nothing(at.reference()), Some(step(pair, None))));
             }
-            (Content::Difference(pair), Some(parent)) => before.push((Place::Version(parent.clone()), Some(step(pair, None)))),
-            (Content::Same, Some(parent)) => before.push((Place::Version(parent.clone()), None)),
+            (Content::Difference(pair), Some(parent)) => before.push((Node::Version(parent.clone()), Some(step(pair, None)))),
+            (Content::Same, Some(parent)) => before.push((Node::Version(parent.clone()), None)),
             _ => {}
         }
         let shortcuts = catalog.shortcuts(&at)?.iter();
-        before.extend(shortcuts.map(|one| (Place::Version(one.from.clone()), Some(step(&one.pair, Some(one.from.clone()))))));
+        before.extend(shortcuts.map(|one| (Node::Version(one.from.clone()), Some(step(&one.pair, Some(one.from.clone()))))));
         for (place_before, step) in before {
             if step.as_ref().is_some_and(|step| without.contains(step)) {
                 continue;
             }
-            if let Place::Version(reference) = &place_before
+            if let Node::Version(reference) = &place_before
                 && !all
                 && !is_named(reference, start)
                 && !catalog.branch(&reference.branch)?.is_live(reference.number)
@@ -178,7 +178,7 @@ fn search(catalog: &mut Catalog<'_>, version: &Version, start: Start<'_>, withou
 }
 
 /// Follows the steps from a place to the end.
-fn steps(next: &BTreeMap<Place, (Option<Step>, Place)>, mut place: Place) -> Vec<Step> {
+fn steps(next: &BTreeMap<Node, (Option<Step>, Node)>, mut place: Node) -> Vec<Step> {
     let mut steps = Vec::new();
     while let Some((step, behind)) = next.get(&place) {
         steps.extend(step.clone());

@@ -10,26 +10,26 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Threads that are started when they are needed, at most `limit`. If the system refuses all threads, as with a limit of memory, jobs
 /// run on the caller's thread.
 pub(crate) struct Threads {
-    shared: Arc<Shared>,
+    shared: Arc<JobQueue>,
     limit: usize,
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct JobQueue {
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct QueueState {
     jobs: VecDeque<Job>,
     threads: usize,
     waiting: usize,
     is_over: bool,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl JobQueue {
+    fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

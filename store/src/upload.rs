@@ -20,7 +20,7 @@ pub(crate) struct Upload<'a> {
     /// The call, whose lease exists.
     id: UploadId,
     /// Segments that need not be uploaded, because a version that the lease names uses them.
-    known: &'a Known,
+    known: &'a SegmentMap,
     first: Option<Vec<u8>>,
     current: Vec<u8>,
     /// All segments but the first.
@@ -32,7 +32,7 @@ pub(crate) struct Upload<'a> {
 }
 
 /// Segments that are in the store, by digest.
-pub(crate) type Known = HashMap<Digest, Segment>;
+pub(crate) type SegmentMap = HashMap<Digest, Segment>;
 
 /// The error of an upload, for a caller whose writer was consumed.
 pub(crate) type Failure = Arc<Mutex<Option<Error>>>;
@@ -49,7 +49,7 @@ fn fail(failure: &Failure, error: Error) -> io::Error {
 }
 
 impl<'a> Upload<'a> {
-    pub fn new(prefix: &'a Prefix, id: UploadId, known: &'a Known) -> Self {
+    pub fn new(prefix: &'a Prefix, id: UploadId, known: &'a SegmentMap) -> Self {
         Self {
             remote: &prefix.remote,
             segment_bytes: prefix.segment_bytes,

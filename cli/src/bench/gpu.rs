@@ -22,7 +22,7 @@ use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, Form
 
 /// Results of all measurements.
 #[derive(Serialize)]
-pub struct Report {
+pub struct GpuReport {
     pub device: String,
     pub first_call: FirstCall,
     pub target_bytes: u64,
@@ -125,7 +125,7 @@ pub fn bench(
     target: &dyn Checkpoint,
     options: &EncodeOptions,
     settings: Settings,
-) -> anyhow::Result<Report> {
+) -> anyhow::Result<GpuReport> {
     let target_bytes = target.tensors().iter().map(|info| info.bytes()).sum();
     ensure!(target_bytes > 0, "the target has no bytes");
     let memory = |placed: Placed| -> anyhow::Result<Memory> {
@@ -162,7 +162,7 @@ pub fn bench(
         of_pair.rows.splice(0..0, encoded);
         pairs.push(of_pair);
     }
-    Ok(Report {
+    Ok(GpuReport {
         device: device.name(),
         first_call: device.first_call(),
         target_bytes: bed.target_bytes,
@@ -490,7 +490,7 @@ impl Bed<'_> {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for GpuReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let milliseconds = |duration: std::time::Duration| format!("{:.0} ms", duration.as_secs_f64() * 1e3);
         writeln!(

@@ -74,18 +74,18 @@ pub struct Bench {
 /// Results on the CPU or on a device.
 #[derive(Serialize)]
 #[serde(untagged)]
-pub enum Report {
+pub enum BenchOutput {
     Cpu(CpuReport),
     #[cfg(feature = "cuda")]
-    Gpu(gpu::Report),
+    Gpu(gpu::GpuReport),
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for BenchOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Report::Cpu(report) => report.fmt(f),
+            BenchOutput::Cpu(report) => report.fmt(f),
             #[cfg(feature = "cuda")]
-            Report::Gpu(report) => report.fmt(f),
+            BenchOutput::Gpu(report) => report.fmt(f),
         }
     }
 }
@@ -174,11 +174,11 @@ impl Bench {
         self.codec.options().payload_digests(self.payload_digests)
     }
 
-    pub fn run(&self, common: &Common) -> anyhow::Result<Report> {
+    pub fn run(&self, common: &Common) -> anyhow::Result<BenchOutput> {
         self.bench(common).with_context(|| format!("bench {} {}", text::path(&self.base), text::path(&self.target)))
     }
 
-    fn bench(&self, common: &Common) -> anyhow::Result<Report> {
+    fn bench(&self, common: &Common) -> anyhow::Result<BenchOutput> {
         self.device.check()?;
         if let DeviceName::Cuda(ordinal) = self.device.device {
             // The device is opened first: if it does not exist, the command fails before checkpoints are read.
@@ -232,7 +232,7 @@ impl Bench {
                 decode_with_digests: next(),
             }
         });
-        Ok(Report::Cpu(CpuReport {
+        Ok(BenchOutput::Cpu(CpuReport {
             base: JsonPath(self.base.clone()),
             target: JsonPath(self.target.clone()),
             base_bytes: base.bytes(),
@@ -249,7 +249,7 @@ impl Bench {
     }
 
     #[cfg(feature = "cuda")]
-    fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<Report> {
+    fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<BenchOutput> {
         let (base, target) = self.open()?;
         let settings = gpu::Settings {
             runs: self.runs,
@@ -258,11 +258,11 @@ impl Bench {
             #[cfg(feature = "nvcomp")]
             nvcomp: self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?,
         };
-        gpu::bench(&device, &base, &target, &self.options(), settings).map(Report::Gpu)
+        gpu::bench(&device, &base, &target, &self.options(), settings).map(BenchOutput::Gpu)
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn bench_cuda(&self, device: super::device::NoCuda) -> anyhow::Result<Report> {
+    fn bench_cuda(&self, device: super::device::NoCuda) -> anyhow::Result<BenchOutput> {
         match device {}
     }
 }

@@ -10,17 +10,17 @@ use tpde_store::{Content, PairReport, Usage, VersionReport};
 /// The versions of some branches.
 #[derive(Serialize)]
 pub struct Described {
-    branches: Vec<Branch>,
+    branches: Vec<BranchVersions>,
 }
 
 #[derive(Serialize)]
-struct Branch {
+struct BranchVersions {
     branch: String,
-    versions: Vec<Row>,
+    versions: Vec<ReportRow>,
 }
 
 #[derive(Serialize)]
-struct Row {
+struct ReportRow {
     version: String,
     number: u64,
     /// `whole`, `difference`, `external` or `same`.
@@ -58,7 +58,7 @@ impl Pair {
     }
 }
 
-impl Row {
+impl ReportRow {
     fn of(report: &VersionReport) -> Self {
         let version = &report.version;
         Self {
@@ -114,8 +114,10 @@ pub fn content(content: &Content) -> &'static str {
 
 impl Described {
     pub fn of(branches: Vec<(String, Vec<VersionReport>)>) -> Self {
-        let branch =
-            |(branch, versions): (String, Vec<VersionReport>)| Branch { branch, versions: versions.iter().map(Row::of).collect() };
+        let branch = |(branch, versions): (String, Vec<VersionReport>)| BranchVersions {
+            branch,
+            versions: versions.iter().map(ReportRow::of).collect(),
+        };
         Self { branches: branches.into_iter().map(branch).collect() }
     }
 
@@ -126,7 +128,7 @@ impl Described {
             .iter()
             .map(|branch| html::StoreBranch {
                 name: branch.branch.clone(),
-                versions: branch.versions.iter().map(Row::drawn).collect(),
+                versions: branch.versions.iter().map(ReportRow::drawn).collect(),
             })
             .collect();
         const MOST: usize = 60;
@@ -161,7 +163,7 @@ pub fn facts(usage: &Usage) -> Vec<html::Fact> {
 
 impl fmt::Display for Described {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let row = |row: &Row| {
+        let row = |row: &ReportRow| {
             let changed = row.own().or_else(|| row.shortcuts().next()).filter(|pair| pair.from.is_some());
             let changed = changed.map(|pair| text::share(pair.changed, pair.elements)).unwrap_or_default();
             vec![

@@ -16,13 +16,13 @@ use core::ops::Range;
 /// The table in a form for fast look-ups: rows of fixed size, which refer to a list of all dimensions and a string of all names.
 #[derive(Debug, Default)]
 pub(super) struct TensorTable {
-    rows: Vec<Row>,
+    rows: Vec<TensorRow>,
     dims: Vec<u64>,
     names: String,
 }
 
 #[derive(Debug)]
-struct Row {
+struct TensorRow {
     lanes: u64,
     base_param: u64,
     /// Offset of the name in `names`. Like all offsets here it fits in 32 bits, because the parser of the header refuses larger
@@ -285,7 +285,7 @@ impl TableParser {
             self.with_base = None;
         }
 
-        self.table.rows.push(Row {
+        self.table.rows.push(TensorRow {
             lanes,
             base_param: entry.base_param,
             name: name.start as u32,

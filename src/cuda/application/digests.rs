@@ -19,7 +19,7 @@ const OF_LIST: u32 = 1;
 /// The parameter of `tpde_digests`: `Digests` of `kernels/digest/digests.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-struct Parameter {
+struct DigestParameter {
     chunks: u64,
     blob: u64,
     pieces: u64,
@@ -48,11 +48,11 @@ pub(super) struct Report {
 #[derive(Debug)]
 pub(super) struct DeviceDigests {
     kernel: Kernel,
-    parameter: Parameter,
+    parameter: DigestParameter,
     /// Range of warps for each slice.
     slices: Vec<Range<u32>>,
     /// The launch that hashes the payload list, if the list is formed on the device.
-    list: Option<Parameter>,
+    list: Option<DigestParameter>,
     /// Stream beside the decoding kernels. `None` if payloads must be compared before they are decoded.
     pub beside: Option<OwnStream>,
     /// Number of payloads.
@@ -65,7 +65,7 @@ impl DeviceDigests {
         let device = &index.device().inner;
         let kernel = device.kernels.digests(&device.context)?;
         let at = |offset: u64| at_zero + offset;
-        let parameter = Parameter {
+        let parameter = DigestParameter {
             pieces: at(offsets.pieces),
             warps: at(offsets.warps),
             nodes: at(offsets.nodes),
@@ -75,9 +75,9 @@ impl DeviceDigests {
                 (false, false) => index.uploaded.payload_list,
             },
             found: at(offsets.list),
-            ..Parameter::default()
+            ..DigestParameter::default()
         };
-        let list = plan.list.as_ref().map(|(_, warps)| Parameter {
+        let list = plan.list.as_ref().map(|(_, warps)| DigestParameter {
             chunks: at(offsets.list_record),
             blob: at(offsets.list),
             root: index.uploaded.payload_root,
@@ -159,7 +159,7 @@ impl DeviceDigests {
         }
         let Report { statuses, flag } = report;
         let (first, count) = (warps.start, warps.len() as u32);
-        let parameter = Parameter { chunks, blob, statuses, flag, first, count, ..self.parameter };
+        let parameter = DigestParameter { chunks, blob, statuses, flag, first, count, ..self.parameter };
         // SAFETY: the pieces cover the payloads, whose sizes a validated index has. The rest is promised by the caller.
         unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
     }
@@ -168,7 +168,7 @@ impl DeviceDigests {
     /// with that of the first chunk of the span.
     pub fn compare_list(&self, cx: &Entered<'_>, stream: RawStream, report: Report) -> Result<()> {
         let Some(list) = &self.list else { return Ok(()) };
-        let parameter = Parameter { statuses: report.statuses, flag: report.flag, ..*list };
+        let parameter = DigestParameter { statuses: report.statuses, flag: report.flag, ..*list };
         // SAFETY: list, record and pieces are in the memory of the application, which is held until the stream has completed.
         unsafe { self.kernel.launch(cx, stream, parameter.count, &parameter) }
     }
@@ -190,7 +190,7 @@ mod tests {
                 [$((concat!($name, ", ", stringify!($field)), offset_of!($type, $field))),+]
             };
         }
-        let ours = ours!("Digests" Parameter {
+        let ours = ours!("Digests" DigestParameter {
             chunks, blob, pieces, warps, nodes, expected, found, root, statuses, flag, first, count, flags, records,
         });
         let pieces = ours!("DigestPiece" DigestPiece { chunk, first_leaf, thread, leaves, reserved, nodes });
@@ -199,7 +199,7 @@ mod tests {
             Some((field, at.parse().unwrap()))
         });
         assert_eq!(ours.into_iter().chain(pieces).collect::<BTreeMap<_, _>>(), theirs.collect());
-        assert!(TEXT.contains(&format!("TPDE_SIZE(Digests, {});", size_of::<Parameter>())));
+        assert!(TEXT.contains(&format!("TPDE_SIZE(Digests, {});", size_of::<DigestParameter>())));
         assert!(TEXT.contains(&format!("TPDE_SIZE(DigestPiece, {});", size_of::<DigestPiece>())));
         assert!(TEXT.contains(&format!("TPDE_DIGESTS_OF_LIST = {OF_LIST},\n")));
         assert!(TEXT.contains(&format!("#define TPDE_DIGESTS_THREADS {}\n", crate::cuda::abi::DIGESTS_THREADS)));

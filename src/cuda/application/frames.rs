@@ -21,7 +21,7 @@ const SUBSTITUTE: [u8; 10] = [0x28, 0xB5, 0x2F, 0xFD, 0x20, 1, 9, 0, 0, 0];
 /// The parameter of both kernels: `Frames` of `kernels/zstd/frames.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-struct Parameter {
+struct FrameParameter {
     stored: u64,
     expanded: u64,
     chunk_tensors: u64,
@@ -45,7 +45,7 @@ struct Parameter {
 #[derive(Debug)]
 pub(super) struct Frames {
     trusted: Trusted,
-    parameter: Parameter,
+    parameter: FrameParameter,
     batch: Batch,
     _memory: Allocation,
 }
@@ -116,7 +116,7 @@ impl Frames {
 
         // Kernels use chunk indexes of the whole pair, so these are the addresses that element 0 would have.
         let from_zero = |offset, bytes: usize| at(offset).wrapping_sub(schedule.span.start as u64 * bytes as u64);
-        let parameter = Parameter {
+        let parameter = FrameParameter {
             expanded: from_zero(at_expanded, size_of::<ChunkMetadata>()),
             chunk_tensors: index.uploaded.chunk_tensors,
             payloads: at(at_payloads),
@@ -129,7 +129,7 @@ impl Frames {
             substitute: at(at_substitute),
             substitute_bytes: SUBSTITUTE.len() as u32,
             count: count as u32,
-            ..Parameter::default()
+            ..FrameParameter::default()
         };
         let batch = Batch {
             frames: parameter.frames,
@@ -167,7 +167,7 @@ impl Frames {
         stream: RawStream,
         [stored, blob, tensors, order, digests]: [u64; 5],
     ) -> Result<()> {
-        let parameter = Parameter { stored, blob, tensors, order, digests, ..self.parameter };
+        let parameter = FrameParameter { stored, blob, tensors, order, digests, ..self.parameter };
         let FrameKernels { check, expand } = self.trusted.kernels;
         // SAFETY: promised by the caller. The index has checked the sizes of contents and payloads, and their memory was
         // allocated. `trust` promised frames of a trusted writer, and `tpde_frames_check` replaces damaged frames.
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn the_parameter_is_that_of_the_kernels() {
         macro_rules! ours {
-            ($($field:ident),+ $(,)?) => { BTreeMap::from([$((stringify!($field), offset_of!(Parameter, $field))),+]) };
+            ($($field:ident),+ $(,)?) => { BTreeMap::from([$((stringify!($field), offset_of!(FrameParameter, $field))),+]) };
         }
         let ours = ours![
             stored,
@@ -216,7 +216,7 @@ mod tests {
             Some((field, at.parse().unwrap()))
         });
         assert_eq!(ours, theirs.collect());
-        assert!(TEXT.contains(&format!("TPDE_SIZE(Frames, {});", size_of::<Parameter>())));
+        assert!(TEXT.contains(&format!("TPDE_SIZE(Frames, {});", size_of::<FrameParameter>())));
         assert!(TEXT.contains(&format!("#define TPDE_FRAMES_THREADS {}\n", crate::cuda::abi::FRAMES_THREADS)));
     }
 

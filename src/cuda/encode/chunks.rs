@@ -36,9 +36,9 @@ pub(super) fn memory_of(source: &Source, plan: &Plan, first: u64, lanes: u64) ->
 }
 
 /// Returns the size of the memory for chunks.
-pub(super) fn memory_of_all(source: &Source, jobs: &[Job<'_>]) -> u64 {
+pub(super) fn memory_of_all(source: &Source, jobs: &[ChunkJob<'_>]) -> u64 {
     let memory =
-        |&(_, plan, number): &Job<'_>| memory_of(source, plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2);
+        |&(_, plan, number): &ChunkJob<'_>| memory_of(source, plan, number << plan.chunk_lanes_log2, 1 << plan.chunk_lanes_log2);
     jobs.iter().map(memory).sum()
 }
 
@@ -138,11 +138,11 @@ fn tables_of(plan: &Plan, from_base: bool) -> Option<&Arc<TableSet>> {
 }
 
 /// A chunk to encode: the index of its tensor, the plan of the tensor, and its number in the tensor.
-pub(super) type Job<'a> = (usize, &'a Plan, u64);
+pub(super) type ChunkJob<'a> = (usize, &'a Plan, u64);
 
 /// A chunk, and what is known about it.
 pub(super) struct Chunk<'a> {
-    pub job: Job<'a>,
+    pub job: ChunkJob<'a>,
     pub device: EncodeChunk,
     pub state: EncodeState,
 }
@@ -164,7 +164,7 @@ pub(super) struct Survey {
 
 impl Survey {
     /// Queues the survey of the chunks of a wave.
-    pub fn of_wave(session: &Session<'_>, source: &Source, jobs: &[Job<'_>]) -> Result<Self> {
+    pub fn of_wave(session: &Session<'_>, source: &Source, jobs: &[ChunkJob<'_>]) -> Result<Self> {
         Self::queue(session, source, trials_of(jobs).map(|(trial, _)| trial))
     }
 
@@ -226,7 +226,7 @@ impl Surveyed {
 }
 
 /// The lanes and codecs of chunks.
-fn trials_of<'j, 'a>(jobs: &'j [Job<'a>]) -> impl Iterator<Item = (Trial<'a>, Codec)> + use<'j, 'a> {
+fn trials_of<'j, 'a>(jobs: &'j [ChunkJob<'a>]) -> impl Iterator<Item = (Trial<'a>, Codec)> + use<'j, 'a> {
     jobs.iter().map(|&(_, plan, number)| {
         let first = number << plan.chunk_lanes_log2;
         let lanes = (plan.lanes - first).min(1 << plan.chunk_lanes_log2);
@@ -237,7 +237,7 @@ fn trials_of<'j, 'a>(jobs: &'j [Job<'a>]) -> impl Iterator<Item = (Trial<'a>, Co
 
 impl<'a> Wave<'a> {
     /// Chooses maps for the surveyed chunks, and sets the form of each payload that follows from what is found.
-    pub fn new(session: &Session<'_>, tables: &Tables, jobs: &[Job<'a>], survey: Survey) -> Result<Self> {
+    pub fn new(session: &Session<'_>, tables: &Tables, jobs: &[ChunkJob<'a>], survey: Survey) -> Result<Self> {
         let Surveyed { chunks, found, states, memory } = Surveyed::new(session, tables, survey, trials_of(jobs))?;
         let chunks = jobs.iter().zip(chunks).zip(states_in(&found)).map(|((&job, device), state)| {
             let mut chunk = Chunk { job, device, state };

@@ -95,8 +95,8 @@ fn mark(cx: &Entered<'_>, stream: &Stream) -> Result<RawEvent> {
 }
 
 /// Divides chunks into waves.
-fn waves<'s, 'a>(jobs: &'s [chunks::Job<'a>], source: &Source, limits: Limits) -> Vec<&'s [chunks::Job<'a>]> {
-    let bytes_of = |(_, plan, number): &chunks::Job<'_>| {
+fn waves<'s, 'a>(jobs: &'s [chunks::ChunkJob<'a>], source: &Source, limits: Limits) -> Vec<&'s [chunks::ChunkJob<'a>]> {
+    let bytes_of = |(_, plan, number): &chunks::ChunkJob<'_>| {
         let first = number << plan.chunk_lanes_log2;
         (plan.lanes - first).min(1 << plan.chunk_lanes_log2) * plan.width()
     };
@@ -124,7 +124,7 @@ fn waves<'s, 'a>(jobs: &'s [chunks::Job<'a>], source: &Source, limits: Limits) -
 }
 
 /// The chunks of a tensor.
-fn chunks_of(i: usize, plan: &Plan) -> impl Iterator<Item = chunks::Job<'_>> {
+fn chunks_of(i: usize, plan: &Plan) -> impl Iterator<Item = chunks::ChunkJob<'_>> {
     (0..plan.lanes.div_ceil(1 << plan.chunk_lanes_log2)).map(move |number| (i, plan, number))
 }
 

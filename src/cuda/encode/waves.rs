@@ -4,7 +4,7 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{Job as ChunkJob, Survey, Tables, Wave, memory_of_all};
+use super::chunks::{ChunkJob, Survey, Tables, Wave, memory_of_all};
 use super::job::Job;
 use super::payloads::{self, Payloads};
 use super::session::{Drained, Memory, Session};
