@@ -189,7 +189,7 @@ impl FileSource {
             return Err(Error::Limit { what, limit, found: size });
         }
         let error = |e| Error::io("read", &self.path, e);
-        let mut buffer = Zeroed::new(size as usize).map_err(error)?;
+        let mut buffer = ZeroedMemory::new(size as usize).map_err(error)?;
         self.read(0, buffer.as_mut())?;
         if self.with_file(|file| file.read_at(&mut [0], size).map_err(error))? > 0 {
             return Err(error(std::io::Error::other("it grew while it was being read")));
@@ -199,14 +199,14 @@ impl FileSource {
 }
 
 /// Zeroed memory for the bytes of a file.
-enum Zeroed {
+enum ZeroedMemory {
     Heap(Vec<u8>),
     /// Anonymous memory in large pages. With small pages, allocating memory for a million records takes as long as validating them.
     #[cfg(all(feature = "mmap", target_os = "linux"))]
     LargePages(memmap2::MmapMut),
 }
 
-impl Zeroed {
+impl ZeroedMemory {
     fn new(size: usize) -> std::io::Result<Self> {
         #[cfg(all(feature = "mmap", target_os = "linux"))]
         if size >= 4 << 20 {
@@ -230,13 +230,13 @@ impl Zeroed {
     }
 }
 
-impl From<Zeroed> for Buffer {
-    fn from(memory: Zeroed) -> Self {
+impl From<ZeroedMemory> for Buffer {
+    fn from(memory: ZeroedMemory) -> Self {
         match memory {
-            Zeroed::Heap(bytes) => bytes.into(),
+            ZeroedMemory::Heap(bytes) => bytes.into(),
             // SAFETY: only this process has the memory, and nothing can write to it once it is in the buffer.
             #[cfg(all(feature = "mmap", target_os = "linux"))]
-            Zeroed::LargePages(map) => unsafe { Buffer::new(map) },
+            ZeroedMemory::LargePages(map) => unsafe { Buffer::new(map) },
         }
     }
 }

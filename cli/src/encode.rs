@@ -3,7 +3,7 @@
 use super::common::Common;
 use super::device::{DeviceName, open_cuda};
 use super::inputs::{CodecArgs, jobs, named, open, operands};
-use super::renames::{Suggested, rename, suggested};
+use super::renames::{Suggestion, rename, suggested};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
 use clap::Args;
@@ -90,7 +90,7 @@ impl PairArgs {
     }
 
     /// Runs an encoding and returns what a report needs.
-    pub fn write(&self, encode: tpde::Encode<'_>, verb: &'static str, common: &Common) -> Result<Written> {
+    pub fn write(&self, encode: tpde::Encode<'_>, verb: &'static str, common: &Common) -> Result<NewPair> {
         self.timed(encode.progress_bytes()?, verb, common, |bar| {
             encode.overwrite(self.force).progress(|bytes| bar.inc(bytes)).to_path(&self.output)
         })
@@ -103,18 +103,18 @@ impl PairArgs {
         verb: &'static str,
         common: &Common,
         encode: impl FnOnce(&ProgressBar) -> Result<EncodeReport>,
-    ) -> Result<Written> {
+    ) -> Result<NewPair> {
         let bar = common.bar(verb, bytes);
         let start = Instant::now();
         let report = encode(&bar)?;
         let seconds = start.elapsed().as_secs_f64();
         bar.finish_and_clear();
-        Ok(Written { paths: PairPaths::new(&self.output), report, seconds })
+        Ok(NewPair { paths: PairPaths::new(&self.output), report, seconds })
     }
 }
 
 /// A pair that was written.
-pub struct Written {
+pub struct NewPair {
     paths: PairPaths,
     report: EncodeReport,
     seconds: f64,
@@ -200,7 +200,7 @@ impl Encode {
         target: &SafetensorsCheckpoint,
         options: EncodeOptions,
         common: &Common,
-    ) -> Result<Written> {
+    ) -> Result<NewPair> {
         use tpde::Checkpoint;
         use tpde::cuda::{self, DeviceCheckpoint};
         cuda::Encode::check_options(&options)?;
@@ -227,7 +227,7 @@ impl Encode {
         _: &SafetensorsCheckpoint,
         _: EncodeOptions,
         _: &Common,
-    ) -> Result<Written> {
+    ) -> Result<NewPair> {
         match *device {}
     }
 
@@ -240,8 +240,8 @@ impl Encode {
 
 impl EncodeOutput {
     /// The report of a pair that was written.
-    pub fn new(written: Written, has_base: bool) -> Self {
-        let Written { paths, report, seconds } = written;
+    pub fn new(written: NewPair, has_base: bool) -> Self {
+        let NewPair { paths, report, seconds } = written;
         let names = |wanted: &dyn Fn(&TensorReport) -> bool| -> Vec<String> {
             report.tensors.iter().filter(|tensor| wanted(tensor)).map(|tensor| tensor.name.clone()).collect()
         };
@@ -288,8 +288,8 @@ impl EncodeOutput {
 }
 
 /// A question about bases that are probably not those that were meant.
-fn note(report: &EncodeReport, removed: &[String], suggested: Option<&Suggested>) -> Option<String> {
-    if let Some(Suggested { pattern, tensors }) = suggested {
+fn note(report: &EncodeReport, removed: &[String], suggested: Option<&Suggestion>) -> Option<String> {
+    if let Some(Suggestion { pattern, tensors }) = suggested {
         let tensors = text::counted(*tensors, "tensor");
         return Some(format!(
             "the base has {tensors} of the target under another prefix: is --rename '{}' meant?",

@@ -25,7 +25,7 @@ impl<'a> Bytes<'a> {
 
 /// A tensor with its explanation.
 #[derive(Clone, Serialize)]
-pub struct Explained<'a> {
+pub struct ExplainedTensor<'a> {
     #[serde(flatten)]
     tensor: TensorReport,
     bits_per_change: Option<f64>,
@@ -35,7 +35,7 @@ pub struct Explained<'a> {
     found: &'a TensorExplanation,
 }
 
-impl<'a> Explained<'a> {
+impl<'a> ExplainedTensor<'a> {
     pub fn new(tensor: TensorReport, found: &'a TensorExplanation) -> Self {
         let bits_per_change = (tensor.changed > 0).then(|| 8.0 * tensor.payload_bytes as f64 / tensor.changed as f64);
         let why = why(&tensor, &found.ways);
@@ -70,7 +70,7 @@ const UNKNOWN: &str = "not known from the pair alone: --base BASE compares all w
 pub fn write<'a>(
     f: &mut fmt::Formatter<'_>,
     explanation: &Explanation,
-    tensors: impl Iterator<Item = Explained<'a>> + Clone,
+    tensors: impl Iterator<Item = ExplainedTensor<'a>> + Clone,
 ) -> fmt::Result {
     write_bytes(f, explanation)?;
     if !explanation.table_sets.is_empty() {
@@ -115,7 +115,7 @@ fn write_table_sets(f: &mut fmt::Formatter<'_>, sets: &[TableSetReport]) -> fmt:
 fn write_parts<'a>(
     f: &mut fmt::Formatter<'_>,
     all: &PayloadParts,
-    tensors: impl Iterator<Item = Explained<'a>> + Clone,
+    tensors: impl Iterator<Item = ExplainedTensor<'a>> + Clone,
 ) -> fmt::Result {
     let shown: Vec<bool> = all.each().map(|(_, bytes)| bytes > 0).collect();
     let cells = |parts: &PayloadParts| -> Vec<String> {
@@ -125,8 +125,8 @@ fn write_parts<'a>(
     header.extend(all.each().map(|(name, _)| name).zip(&shown).filter(|(_, shown)| **shown).map(|(name, _)| name));
     header.push("bytes");
     let bits = |bits: Option<f64>| bits.map_or("–".into(), |bits| format!("{bits:.2}"));
-    let row = |tensor: Explained<'_>| {
-        let Explained { tensor, bits_per_change, found, .. } = tensor;
+    let row = |tensor: ExplainedTensor<'_>| {
+        let ExplainedTensor { tensor, bits_per_change, found, .. } = tensor;
         let mut row = vec![
             Escaped(&tensor.name).to_string(),
             tensor.codec.to_string(),
@@ -149,7 +149,7 @@ fn write_parts<'a>(
 }
 
 /// Writes the size of each encoding, for tensors that were compared.
-fn write_ways<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Explained<'a>> + Clone) -> fmt::Result {
+fn write_ways<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = ExplainedTensor<'a>> + Clone) -> fmt::Result {
     writeln!(f, "  Bytes with the tensor's share of tables, in each way to encode it. ~ marks an estimate.\n")?;
     let columns: Vec<(bool, Codec)> = [true, false]
         .into_iter()
@@ -159,7 +159,7 @@ fn write_ways<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Expl
     let name = |(from_base, codec): (bool, Codec)| if from_base { codec.to_string() } else { format!("{codec}, no base") };
     let names: Vec<_> = columns.iter().map(|&column| name(column)).collect();
     let header: Vec<_> = ["tensor", "taken"].into_iter().chain(names.iter().map(String::as_str)).collect();
-    let row = |tensor: Explained<'_>| {
+    let row = |tensor: ExplainedTensor<'_>| {
         let ways = &tensor.found.ways;
         let taken = ways.iter().find(|way| way.taken).map_or(String::new(), |way| name((way.from_base, way.codec)));
         let cell = |column: &(bool, Codec)| match ways.iter().find(|way| (way.from_base, way.codec) == *column) {
@@ -172,7 +172,7 @@ fn write_ways<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Expl
 }
 
 /// Writes the reasons for codecs, and the number of tensors for each reason.
-fn write_reasons<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = Explained<'a>>) -> fmt::Result {
+fn write_reasons<'a>(f: &mut fmt::Formatter<'_>, tensors: impl Iterator<Item = ExplainedTensor<'a>>) -> fmt::Result {
     let mut reasons = BTreeMap::<(Codec, &str), u64>::new();
     for tensor in tensors {
         *reasons.entry((tensor.tensor.codec, tensor.why.unwrap_or(UNKNOWN))).or_default() += 1;

@@ -2,7 +2,7 @@
 
 use super::common::Common;
 use super::device::{DeviceName, open_cuda};
-use super::encode::{EncodeOutput, PairArgs, Written};
+use super::encode::{EncodeOutput, NewPair, PairArgs};
 use super::inputs::{ChainArgs, OpenedChain, jobs, read_pair};
 use super::text;
 use anyhow::Context;
@@ -65,7 +65,7 @@ impl Fold {
         chain: &Chain<'_, FileSource>,
         opened: &OpenedChain,
         common: &Common,
-    ) -> Result<Written> {
+    ) -> Result<NewPair> {
         use tpde::Checkpoint;
         use tpde::cuda::{self, DeviceCheckpoint, Rebuild};
         let options = self.made.options();
@@ -82,7 +82,7 @@ impl Fold {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn fold_on(&self, device: &super::device::NoCuda, _: &Chain<'_, FileSource>, _: &OpenedChain, _: &Common) -> Result<Written> {
+    fn fold_on(&self, device: &super::device::NoCuda, _: &Chain<'_, FileSource>, _: &OpenedChain, _: &Common) -> Result<NewPair> {
         match *device {}
     }
 }

@@ -1,7 +1,7 @@
 //! `tpde inspect`: describes a pair. Reads only its index, except with `--explain`.
 
 use super::common::Common;
-use super::explain::{self, Bytes, Explained};
+use super::explain::{self, Bytes, ExplainedTensor};
 use super::html::{self, Fact, Figures};
 use super::inputs::{ExpectArgs, favors, open};
 use super::text::{self, BOLD, JsonPath};
@@ -272,9 +272,9 @@ impl InspectOutput {
         &'a self,
         places: &'a [u32],
         explanation: &'a Explanation,
-    ) -> impl Iterator<Item = Explained<'a>> + Clone + 'a {
+    ) -> impl Iterator<Item = ExplainedTensor<'a>> + Clone + 'a {
         let found = places.iter().map(|&place| &explanation.tensors[place as usize]);
-        self.tensors(places).zip(found).map(|(tensor, found)| Explained::new(tensor, found))
+        self.tensors(places).zip(found).map(|(tensor, found)| ExplainedTensor::new(tensor, found))
     }
 
     fn chunks(&self) -> impl Iterator<Item = Chunk<'_>> + Clone {

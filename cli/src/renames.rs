@@ -14,7 +14,7 @@ pub fn rename(text: &str) -> Result<(String, String), &'static str> {
 
 /// A pattern that pairs tensors by another prefix.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Suggested {
+pub struct Suggestion {
     pub pattern: String,
     /// Number of tensors that it pairs.
     pub tensors: u64,
@@ -22,7 +22,7 @@ pub struct Suggested {
 
 /// The pattern that pairs most of `added`, tensors that only the target has, with tensors of `removed`, which only the base has.
 /// `None` if it pairs less than half of them, or only one.
-pub fn suggested(added: &[String], removed: &[String]) -> Option<Suggested> {
+pub fn suggested(added: &[String], removed: &[String]) -> Option<Suggestion> {
     let mut by_suffix = HashMap::<&str, Vec<&str>>::new();
     for name in removed {
         for suffix in suffixes(name) {
@@ -44,7 +44,7 @@ pub fn suggested(added: &[String], removed: &[String]) -> Option<Suggested> {
         |name: &&String| name.strip_prefix(prefix).is_some_and(|rest| removed_names.contains(format!("{of_base}{rest}").as_str()));
     let tensors = added.iter().filter(is_paired).count();
     let is_many = tensors > 1 && 2 * tensors >= added.len().min(removed.len());
-    is_many.then(|| Suggested { pattern: format!("{prefix}*={of_base}*"), tensors: tensors as u64 })
+    is_many.then(|| Suggestion { pattern: format!("{prefix}*={of_base}*"), tensors: tensors as u64 })
 }
 
 /// The name, and what follows each of its first dots.

@@ -1,6 +1,6 @@
 //! Tensors that are bound to a pair on a device.
 
-use crate::memory::{Expected, Place, SliceMemory, Unowned};
+use crate::memory::{ExpectedTensor, Place, SliceMemory, UnownedTensors};
 use crate::pair;
 use crate::read_ahead::ReadAhead;
 use crate::run::Steering;
@@ -10,15 +10,15 @@ use tpde::cuda::{Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, Tens
 use tpde::{Apply, BaseKind, Error, Escaped, FileSource, Result, Tensor};
 
 /// The tensors that a pair is bound to, or the slices of tensors.
-pub struct Bound {
+pub struct BoundTensors {
     pub pair: Arc<tpde::Pair<FileSource>>,
     pub index: DeviceIndex,
     pub mode: Mode,
     /// Whether these are whole tensors. Those that share memory are bound once.
     pub is_whole: bool,
     /// Memory without its owners: the Python half makes sure that it is still valid when the application runs.
-    pub tensors: Unowned,
-    pub base: Unowned,
+    pub tensors: UnownedTensors,
+    pub base: UnownedTensors,
     /// The payloads, if they are being read. The first launch waits for them.
     pub ahead: Option<ReadAhead>,
 }
@@ -30,7 +30,7 @@ pub fn on_device<'a>(tensors: impl IntoIterator<Item = &'a SliceMemory>) -> Vec<
     tensors.into_iter().map(|tensor| unsafe { tensor.on_device() }).collect()
 }
 
-impl Bound {
+impl BoundTensors {
     /// Of the tensors, those that are wanted: each memory once.
     pub fn wanted<'a>(&self, tensors: &'a [SliceMemory]) -> Result<Vec<&'a SliceMemory>> {
         let index = self.pair.index();
@@ -62,12 +62,13 @@ impl Bound {
         TensorSlice::out_of_place(&self.index, &slices, &on_device(&*base))
     }
 
-    /// As [`Bound::bindings`], but faster: tensors are found by the index of their entry. `None` if a tensor is in parts, shares
+    /// As [`BoundTensors::bindings`], but faster: tensors are found by the index of their entry. `None` if a tensor is in parts, shares
     /// memory, or has a base of another dtype or shape.
     fn plain_bindings(&self) -> Option<Vec<Binding>> {
         let index = self.pair.index();
-        let Unowned::Plain { expected, places } = &self.tensors else { return None };
-        let entry = |(one, &(address, size)): (&Expected, &Place)| Some((index.tensor(one.entry?), (address as u64, size as u64)));
+        let UnownedTensors::Plain { expected, places } = &self.tensors else { return None };
+        let entry =
+            |(one, &(address, size)): (&ExpectedTensor, &Place)| Some((index.tensor(one.entry?), (address as u64, size as u64)));
         let entries = expected.iter().zip(places).map(entry).collect::<Option<Vec<_>>>()?;
         let mut ranges: Vec<_> = entries.iter().filter(|(_, (_, size))| *size > 0).map(|(_, range)| *range).collect();
         ranges.sort_unstable();
@@ -75,8 +76,10 @@ impl Bound {
             return None;
         }
         let bases: HashMap<_, _> = match &self.base {
-            Unowned::Plain { expected, places } => expected.iter().zip(places).map(|base| (base.0.name.as_str(), base)).collect(),
-            Unowned::Slices(_) => HashMap::new(),
+            UnownedTensors::Plain { expected, places } => {
+                expected.iter().zip(places).map(|base| (base.0.name.as_str(), base)).collect()
+            }
+            UnownedTensors::Slices(_) => HashMap::new(),
         };
         let binding = |(tensor, memory): &(Tensor<'_>, (u64, u64))| {
             let source = match tensor.base_kind {

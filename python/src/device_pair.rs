@@ -4,10 +4,10 @@
 //! copy stream and records them with the stream that uses them. Nothing here frees device memory, so values can be dropped at any
 //! time.
 
-use crate::bound::{Bound, on_device};
+use crate::bound::{BoundTensors, on_device};
 use crate::device::Device;
 use crate::errors;
-use crate::memory::{DeviceTensors, Memory, SliceMemory, Unowned};
+use crate::memory::{DeviceTensors, Memory, SliceMemory, UnownedTensors};
 use crate::pair::{self, Pair};
 use crate::read_ahead::ReadAhead;
 use crate::rebuild::{Owners, Plan};
@@ -24,7 +24,7 @@ use tpde::{Codec, Error, FileSource, InPlace, Result, Source};
 const PIECE: usize = 16 << 20;
 
 /// Where the payloads of a pair are kept.
-enum Stored {
+enum PayloadStorage {
     File,
     /// As `File`, but read to pinned memory before they are needed.
     Ahead(ReadAhead),
@@ -37,7 +37,7 @@ enum Stored {
 pub struct DevicePair {
     pair: Arc<tpde::Pair<FileSource>>,
     index: DeviceIndex,
-    stored: Stored,
+    stored: PayloadStorage,
 }
 
 /// Device memory of a PyTorch tensor: address, and size in bytes.
@@ -114,7 +114,7 @@ impl DevicePair {
                         read(&mut piece[..bytes as usize], at)?;
                         device.write(&memory.slice(at, bytes)?, &piece[..bytes as usize])?;
                     }
-                    Stored::Device(memory)
+                    PayloadStorage::Device(memory)
                 }
                 None => {
                     let mut buffer = device.pinned(size as usize)?;
@@ -122,7 +122,7 @@ impl DevicePair {
                         let bytes = (size - at).min(PIECE as u64) as usize;
                         read(&mut buffer[at as usize..][..bytes], at)?;
                     }
-                    Stored::Pinned(Arc::new(buffer))
+                    PayloadStorage::Pinned(Arc::new(buffer))
                 }
             };
             Ok(Self { pair, index, stored })
@@ -183,10 +183,10 @@ impl DevicePair {
         let plan = || {
             let (pair, index) = (self.pair.clone(), self.index.clone());
             let (ahead, payloads) = match &self.stored {
-                Stored::Ahead(read) if self.is_prepared_first() => (Some(read.clone()), self.in_file()),
+                PayloadStorage::Ahead(read) if self.is_prepared_first() => (Some(read.clone()), self.in_file()),
                 _ => (None, self.stored()),
             };
-            let bound = Bound { pair, index, mode: self::mode(mode)?, is_whole, tensors, base, ahead };
+            let bound = BoundTensors { pair, index, mode: self::mode(mode)?, is_whole, tensors, base, ahead };
             let plan = ApplyPlan::new(&self.index, &bound.bindings()?, bound.mode, payloads)?.digests(digests);
             Ok((plan.max_scratch_bytes(scratch_most), bound))
         };
@@ -251,7 +251,7 @@ impl DevicePair {
                         return Ok(false);
                     }
                     let first = pairs[0].get();
-                    let bound = Bound { pair: first.pair.clone(), index: first.index.clone(), ..bound };
+                    let bound = BoundTensors { pair: first.pair.clone(), index: first.index.clone(), ..bound };
                     let source = Box::new(bound.explain(*source, steering));
                     Err(Error::Step { number: 1, pair, source })
                 }
@@ -264,13 +264,13 @@ impl DevicePair {
     /// offset on.
     fn plan(&self, py: Python<'_>, outputs: Vec<Memory>, base: Vec<Memory>, parts: Vec<(u64, Memory)>) -> PyResult<Plan> {
         let unowned = |memory: &Memory| SliceMemory::whole(memory.unowned());
-        let bound = Bound {
+        let bound = BoundTensors {
             pair: self.pair.clone(),
             index: self.index.clone(),
             mode: Mode::OutOfPlace,
             is_whole: true,
-            tensors: Unowned::Slices(outputs.iter().map(unowned).collect()),
-            base: Unowned::Slices(base.iter().map(unowned).collect()),
+            tensors: UnownedTensors::Slices(outputs.iter().map(unowned).collect()),
+            base: UnownedTensors::Slices(base.iter().map(unowned).collect()),
             ahead: None,
         };
         let plan = || -> Result<_> {
@@ -290,7 +290,7 @@ impl DevicePair {
 impl DevicePair {
     /// A pair for one call, whose payloads are being read unless they stay in the file.
     pub fn for_one_call(pair: Arc<tpde::Pair<FileSource>>, index: DeviceIndex, read: Option<ReadAhead>) -> Self {
-        Self { pair, index, stored: read.map_or(Stored::File, Stored::Ahead) }
+        Self { pair, index, stored: read.map_or(PayloadStorage::File, PayloadStorage::Ahead) }
     }
 
     /// Whether an application is prepared before its payloads have been read. Payloads of codec `zstd` may be hashed then.
@@ -305,11 +305,11 @@ impl DevicePair {
     /// The payloads. Waits until those that are read ahead are complete, so it must not be called on a thread of the pool.
     fn stored(&self) -> Payloads<'static> {
         match &self.stored {
-            Stored::File => self.in_file(),
+            PayloadStorage::File => self.in_file(),
             // After an error the launch reads the file, and reports what it finds.
-            Stored::Ahead(read) => read.wait().map_or_else(|| self.in_file(), Payloads::Pinned),
-            Stored::Pinned(pinned) => Payloads::Pinned(pinned.clone()),
-            Stored::Device(slice) => Payloads::Device(slice.clone()),
+            PayloadStorage::Ahead(read) => read.wait().map_or_else(|| self.in_file(), Payloads::Pinned),
+            PayloadStorage::Pinned(pinned) => Payloads::Pinned(pinned.clone()),
+            PayloadStorage::Device(slice) => Payloads::Device(slice.clone()),
         }
     }
 }
@@ -320,10 +320,10 @@ fn steps(pairs: &[Py<DevicePair>]) -> Vec<ChainStep<'static>> {
 }
 
 /// Tensors in place, bound to the last pair of a chain.
-fn bound_to_last(pairs: &[Py<DevicePair>], tensors: Unowned, is_whole: bool) -> Result<Bound> {
+fn bound_to_last(pairs: &[Py<DevicePair>], tensors: UnownedTensors, is_whole: bool) -> Result<BoundTensors> {
     let last = pairs.last().ok_or_else(|| Error::InvalidArgument("no pair is given".into()))?.get();
     let (pair, index, mode) = (last.pair.clone(), last.index.clone(), Mode::InPlace(InPlace::AllChecked));
-    Ok(Bound { pair, index, mode, is_whole, tensors, base: Unowned::Slices(Vec::new()), ahead: None })
+    Ok(BoundTensors { pair, index, mode, is_whole, tensors, base: UnownedTensors::Slices(Vec::new()), ahead: None })
 }
 
 /// The blob of a pair as a source.
@@ -347,7 +347,7 @@ impl Source for Blob {
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct PlanOfAll {
     bytes: u64,
-    made: Mutex<Option<(ApplyPlan<'static>, Bound)>>,
+    made: Mutex<Option<(ApplyPlan<'static>, BoundTensors)>>,
 }
 
 #[pymethods]
@@ -373,7 +373,7 @@ impl PlanOfAll {
 /// A prepared application of some or all tensors. It can run any number of times.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Ready {
-    work: Mutex<(Application<'static>, Bound)>,
+    work: Mutex<(Application<'static>, BoundTensors)>,
 }
 
 #[pymethods]
@@ -460,7 +460,7 @@ impl Ready {
 
 impl Ready {
     /// Locks the application without blocking. A blocked second thread would hold the interpreter's lock, so it gets an error.
-    fn work(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, (Application<'static>, Bound)>> {
+    fn work(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, (Application<'static>, BoundTensors)>> {
         let busy = || errors::to_python(py, &Error::InvalidArgument("an application is used by two threads at once".into()));
         match self.work.try_lock() {
             Ok(work) => Ok(work),

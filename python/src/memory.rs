@@ -91,7 +91,7 @@ impl Memory {
 
 /// A tensor that a call takes.
 #[derive(Clone)]
-pub struct Expected {
+pub struct ExpectedTensor {
     pub name: String,
     pub dtype: Dtype,
     /// `None` if the number of rows may be any.
@@ -107,7 +107,7 @@ pub struct Expected {
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct PlainTensors {
     /// All with shapes.
-    pub expected: Arc<Vec<Expected>>,
+    pub expected: Arc<Vec<ExpectedTensor>>,
     pub places: Vec<Place>,
     /// Keeps the memory in place.
     pub owners: Py<PyAny>,
@@ -124,12 +124,12 @@ impl PlainTensors {
 
     /// Name, dtype, dims, address, size in bytes, and owner of each tensor.
     fn memories(&self, py: Python<'_>) -> Vec<Memory> {
-        let memory = |(one, place): (&Expected, &Place)| one.at(*place, Some(self.owners.clone_ref(py)));
+        let memory = |(one, place): (&ExpectedTensor, &Place)| one.at(*place, Some(self.owners.clone_ref(py)));
         self.expected.iter().zip(&self.places).map(memory).collect()
     }
 }
 
-impl Expected {
+impl ExpectedTensor {
     fn at(&self, (address, size): Place, owner: Option<Py<PyAny>>) -> Memory {
         let (name, dtype, shape) = (self.name.clone(), self.dtype.name().to_owned(), self.shape.clone());
         Memory(name, dtype, shape.unwrap_or_default(), address, size, owner)
@@ -317,31 +317,33 @@ impl DeviceTensors {
     }
 
     /// All tensors, without their owners.
-    pub fn into_unowned(self) -> Unowned {
+    pub fn into_unowned(self) -> UnownedTensors {
         match self {
-            Self::Plain(plain) => Unowned::Plain { expected: plain.get().expected.clone(), places: plain.get().places.clone() },
-            Self::Whole(tensors) => Unowned::Slices(Tensors::Whole(tensors).into_unowned()),
-            Self::Slices(slices) => Unowned::Slices(Tensors::Slices(slices).into_unowned()),
+            Self::Plain(plain) => {
+                UnownedTensors::Plain { expected: plain.get().expected.clone(), places: plain.get().places.clone() }
+            }
+            Self::Whole(tensors) => UnownedTensors::Slices(Tensors::Whole(tensors).into_unowned()),
+            Self::Slices(slices) => UnownedTensors::Slices(Tensors::Slices(slices).into_unowned()),
         }
     }
 }
 
 /// Tensors without their owners, which do not keep the memory alive.
-pub enum Unowned {
+pub enum UnownedTensors {
     /// As [`PlainTensors`].
     Plain {
-        expected: Arc<Vec<Expected>>,
+        expected: Arc<Vec<ExpectedTensor>>,
         places: Vec<Place>,
     },
     Slices(Vec<SliceMemory>),
 }
 
-impl Unowned {
+impl UnownedTensors {
     /// All tensors as slices.
     pub fn slices(&self) -> Vec<SliceMemory> {
         match self {
             Self::Plain { expected, places } => {
-                let slice = |(one, place): (&Expected, &Place)| SliceMemory::whole(one.at(*place, None));
+                let slice = |(one, place): (&ExpectedTensor, &Place)| SliceMemory::whole(one.at(*place, None));
                 expected.iter().zip(places).map(slice).collect()
             }
             Self::Slices(slices) => slices.iter().map(SliceMemory::unowned).collect(),

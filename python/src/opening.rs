@@ -14,12 +14,12 @@ use tpde::cuda::{self, DeviceIndex, DeviceSlice};
 use tpde::{FileSource, Result};
 
 /// An opened pair, and its index on the device unless the memory for it was too small.
-type Opened = (Arc<tpde::Pair<FileSource>>, Option<DeviceIndex>, Option<ReadAhead>);
+type OpenedPair = (Arc<tpde::Pair<FileSource>>, Option<DeviceIndex>, Option<ReadAhead>);
 
 /// A pair that is being opened for one call.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Opening {
-    opened: Arc<Later<Result<Option<Opened>>>>,
+    opened: Arc<Later<Result<Option<OpenedPair>>>>,
     /// Owner of the memory for the index.
     _memory: Py<PyAny>,
 }

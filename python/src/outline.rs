@@ -1,6 +1,6 @@
 //! Tensors that a call takes.
 
-use crate::memory::{Expected, PlainTensors};
+use crate::memory::{ExpectedTensor, PlainTensors};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString, PyTuple};
 use std::collections::{HashMap, HashSet};
@@ -11,7 +11,7 @@ use tpde::{BaseKind, Dtype, FileSource, Tensor};
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Outline {
     pair: Arc<tpde::Pair<FileSource>>,
-    tensors: Arc<Vec<Expected>>,
+    tensors: Arc<Vec<ExpectedTensor>>,
 }
 
 /// Tensors as [`Outline::plain`] takes them: names, dtypes, dims, addresses, offsets, sizes of storages, and owners.
@@ -58,7 +58,7 @@ impl Outline {
             for (name, dtype, shape) in base_tensors(part, shape) {
                 if known.insert(name) {
                     let shape = (!has_any_rows).then_some(shape);
-                    bases.push(Expected { name: name.to_owned(), dtype, shape, is_written: false, entry: None });
+                    bases.push(ExpectedTensor { name: name.to_owned(), dtype, shape, is_written: false, entry: None });
                 }
             }
         }
@@ -104,7 +104,7 @@ impl Outline {
 }
 
 impl Outline {
-    pub fn new(pair: &Arc<tpde::Pair<FileSource>>, tensors: Vec<Expected>) -> Self {
+    pub fn new(pair: &Arc<tpde::Pair<FileSource>>, tensors: Vec<ExpectedTensor>) -> Self {
         Self { pair: pair.clone(), tensors: Arc::new(tensors) }
     }
 }

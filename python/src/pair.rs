@@ -1,7 +1,7 @@
 //! An open pair whose tensors are read from and written to memory.
 
 use crate::errors;
-use crate::memory::{self, Expected, Memory, SliceMemory, Tensors};
+use crate::memory::{self, ExpectedTensor, Memory, SliceMemory, Tensors};
 use crate::outline::{Outline, base_tensors};
 use crate::run::{Steering, run, run_here};
 use pyo3::prelude::*;
@@ -24,7 +24,7 @@ pub struct Pair {
 }
 
 /// Name, dtype, dims, kind of base, name of the base tensor, whether any element changes, and the tensors of the base.
-type Described = (String, &'static str, Vec<u64>, &'static str, String, bool, Vec<BaseTensor>);
+type EntryDescription = (String, &'static str, Vec<u64>, &'static str, String, bool, Vec<BaseTensor>);
 
 /// Name, dtype and dims of a tensor of the base.
 type BaseTensor = (String, &'static str, Vec<u64>);
@@ -62,7 +62,7 @@ impl Pair {
         let is_written = |tensor: &Tensor<'_>| {
             tensor.base_kind == BaseKind::None || tensor.chunks().any(|chunk| index.chunk(chunk).num_deltas > 0)
         };
-        let expected = |parts: &[Tensor<'_>]| Expected {
+        let expected = |parts: &[Tensor<'_>]| ExpectedTensor {
             name: parts[0].name.to_owned(),
             dtype: parts[0].dtype,
             shape: Some(parts[0].whole_shape().to_vec()),
@@ -73,7 +73,7 @@ impl Pair {
     }
 
     /// All tensors, names ascending. If the pair has parts of a tensor, the tensor has the kind of base of its parts, or `mixed`.
-    fn tensors(&self) -> Vec<Described> {
+    fn tensors(&self) -> Vec<EntryDescription> {
         let index = self.pair.index();
         let describe = |parts: &[Tensor<'_>]| {
             let first = parts[0];

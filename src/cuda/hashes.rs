@@ -3,7 +3,7 @@
 use super::abi::ENDLESS_ROW;
 use super::rows::Rows;
 use super::runtime::copies;
-use super::runtime::driver::{self, Entered, Kernel, RawEvent, RawStream};
+use super::runtime::driver::{self, EnterGuard, Kernel, RawEvent, RawStream};
 use super::runtime::inner::Inner;
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
@@ -162,7 +162,7 @@ impl HashSlice {
     /// # Safety
     /// The addresses of `launch` are those of the plan, whose nodes were zero before the first launch. They and the memory of the
     /// ranges are valid until the stream has completed. Launches with the same nodes do not run at the same time.
-    pub unsafe fn queue(&self, cx: &Entered<'_>, kernel: Kernel, stream: RawStream, launch: &HashLaunch) -> Result<()> {
+    pub unsafe fn queue(&self, cx: &EnterGuard<'_>, kernel: Kernel, stream: RawStream, launch: &HashLaunch) -> Result<()> {
         if self.parts.is_empty() {
             return Ok(());
         }
@@ -221,7 +221,7 @@ impl Hashes {
         stream: &Stream,
         plan: &HashPlan,
         uploaded: &[u8],
-        queue: impl FnOnce(&Entered<'_>, Kernel, &HashLaunch, u64) -> Result<()>,
+        queue: impl FnOnce(&EnterGuard<'_>, Kernel, &HashLaunch, u64) -> Result<()>,
     ) -> Result<Self> {
         let device = stream.device();
         let kernel = device.kernels.hash(&device.context)?;

@@ -3,14 +3,14 @@
 use super::abi::{self, DeviceTensor, NO_TABLES};
 use super::derived::DerivedOnDevice;
 #[cfg(feature = "nvcomp")]
-use super::nvcomp::{Nvcomp, Trusted};
+use super::nvcomp::{Nvcomp, NvcompSupport};
 use super::runtime::device::Device;
 use super::runtime::kernels::{Decoder, Variant};
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
 use super::runtime::staging::SLOT_BYTES;
 #[cfg(not(feature = "nvcomp"))]
-use std::convert::Infallible as Trusted;
+use std::convert::Infallible as NvcompSupport;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use tpde_core::codec::{Codec, TableSet};
@@ -24,13 +24,13 @@ use zerocopy::IntoBytes;
 /// A validated index on a device, in the form that kernels need. Clones share it.
 #[derive(Debug, Clone)]
 pub struct DeviceIndex {
-    pub(super) uploaded: Arc<Uploaded>,
+    pub(super) uploaded: Arc<UploadedIndex>,
     /// Set if the writer of the pair is trusted and nvCOMP expands the frames.
-    pub(super) trusted: Option<Trusted>,
+    pub(super) trusted: Option<NvcompSupport>,
 }
 
 #[derive(Debug)]
-pub(super) struct Uploaded {
+pub(super) struct UploadedIndex {
     pub device: Device,
     memory: DeviceSlice,
     /// Addresses of the parts of `memory`.
@@ -181,7 +181,7 @@ impl DeviceIndex {
         }
         queueing.end()?;
         debug_assert_eq!(chunks, memory.address());
-        let uploaded = Uploaded {
+        let uploaded = UploadedIndex {
             device: device.clone(),
             memory,
             sums,
@@ -216,7 +216,7 @@ impl DeviceIndex {
     #[cfg(feature = "nvcomp")]
     pub fn trust(&self, nvcomp: &Nvcomp) -> Result<Self> {
         let kernels = self.device().inner.kernels.frames(&self.device().inner.context)?;
-        let trusted = Some(Trusted { nvcomp: nvcomp.clone(), kernels });
+        let trusted = Some(NvcompSupport { nvcomp: nvcomp.clone(), kernels });
         Ok(Self { uploaded: self.uploaded.clone(), trusted })
     }
 
@@ -295,7 +295,7 @@ impl DeviceIndex {
     }
 }
 
-impl Uploaded {
+impl UploadedIndex {
     pub fn chunks(&self) -> u64 {
         self.memory.address()
     }

@@ -1,6 +1,6 @@
 //! nvCOMP, NVIDIA's library that expands zstd frames on the device. It is optional and loaded at run time.
 
-use super::runtime::driver::{Entered, RawStream};
+use super::runtime::driver::{EnterGuard, RawStream};
 use super::runtime::kernels::FrameKernels;
 use std::ffi::{OsStr, c_void};
 use std::fmt;
@@ -102,7 +102,7 @@ impl Nvcomp {
     }
 
     /// Returns the size of the temporary device memory for an expansion, in bytes.
-    pub(super) fn temporary_bytes(&self, _: &Entered<'_>, count: usize, largest: usize, all: usize) -> Result<usize> {
+    pub(super) fn temporary_bytes(&self, _: &EnterGuard<'_>, count: usize, largest: usize, all: usize) -> Result<usize> {
         let mut bytes = 0;
         // SAFETY: `bytes` is valid for the result, and the null stream always exists.
         let code = unsafe { (self.0.temporary_bytes)(count, largest, DEFAULT, &mut bytes, all, std::ptr::null_mut()) };
@@ -114,7 +114,7 @@ impl Nvcomp {
     /// # Safety
     /// The addresses are device memory with the sizes of [`Batch`] until the stream has completed. The frames are from a trusted
     /// writer.
-    pub(super) unsafe fn expand(&self, _: &Entered<'_>, batch: &Batch, stream: RawStream) -> Result<()> {
+    pub(super) unsafe fn expand(&self, _: &EnterGuard<'_>, batch: &Batch, stream: RawStream) -> Result<()> {
         let at = |address: u64| std::ptr::without_provenance_mut::<c_void>(address as usize);
         // SAFETY: promised by the caller.
         let code = unsafe {
@@ -151,7 +151,7 @@ fn check(code: i32) -> Result<()> {
 
 /// Library and kernels for an index whose frames nvCOMP expands.
 #[derive(Debug, Clone)]
-pub(super) struct Trusted {
+pub(super) struct NvcompSupport {
     pub nvcomp: Nvcomp,
     pub kernels: FrameKernels,
 }

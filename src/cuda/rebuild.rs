@@ -89,7 +89,7 @@ impl<'a, B: Source> Rebuild<'a, B> {
 
     /// [`Rebuild::run`] on a stream. No work of the stream is still running when this returns or panics.
     pub(super) fn run_on(&self, stream: &Stream) -> Result<DeviceCheckpoint> {
-        let _drained = Drained(stream);
+        let _drained = StreamGuard(stream);
         let mut in_flight = VecDeque::new();
         let rebuilt = self.rebuild(stream, &mut in_flight);
         // A step that was queued before the one with an error may have caused it.
@@ -151,9 +151,9 @@ impl<'a, B: Source> Rebuild<'a, B> {
 
 /// Guard while steps are queued: waits on the host for all work of the stream. The base may be memory of the caller, who may free it
 /// after a panic of the watcher.
-struct Drained<'a>(&'a Stream);
+struct StreamGuard<'a>(&'a Stream);
 
-impl Drop for Drained<'_> {
+impl Drop for StreamGuard<'_> {
     fn drop(&mut self) {
         if let Ok(cx) = self.0.device().context.enter() {
             driver::drain(&cx, self.0.raw());

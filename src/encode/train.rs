@@ -36,7 +36,7 @@ pub(crate) struct Group {
 
 /// The samples of a group.
 #[derive(Default)]
-struct Sampled {
+struct GroupSamples {
     trainer: conditioned::Trainer,
     /// Number of pieces of the group's tensors.
     pieces: u64,
@@ -110,7 +110,7 @@ pub(crate) fn train_with(
         return Ok(());
     }
     let pieces = |plan: &Plan| plan.lanes.div_ceil(PIECE);
-    let mut groups = BTreeMap::<Group, Sampled>::new();
+    let mut groups = BTreeMap::<Group, GroupSamples>::new();
     for (i, plan) in plans.iter().enumerate() {
         if let Some(group) = group_of(i, plan) {
             groups.entry(group).or_default().pieces += pieces(plan);
@@ -124,7 +124,7 @@ pub(crate) fn train_with(
     // that have too few changes.
     let mut round = 0..1;
     while round.start < max_stride {
-        let is_sampled = |sampled: &Sampled| round.start == 0 || (round.start < sampled.stride && sampled.changes < CHANGES);
+        let is_sampled = |sampled: &GroupSamples| round.start == 0 || (round.start < sampled.stride && sampled.changes < CHANGES);
         let strides: BTreeMap<Group, u64> =
             groups.iter().filter(|(_, sampled)| is_sampled(sampled)).map(|(group, sampled)| (*group, sampled.stride)).collect();
         let mut numbers = BTreeMap::<Group, u64>::new();

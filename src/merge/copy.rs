@@ -34,7 +34,7 @@ impl Job {
 }
 
 /// What is copied of a [`Job`].
-struct Copied<'a> {
+struct JobPayloads<'a> {
     /// The payloads with padding, checked.
     stored: Cow<'a, [u8]>,
     digests: Vec<[u8; DIGEST_SIZE]>,
@@ -74,7 +74,7 @@ pub(super) fn copy<B: Source, W: Write>(
             progress.done(records.iter().map(|record| u64::from(record.compressed_size.get())).sum())?;
             Ok(copied)
         },
-        |job, Copied { stored, digests }| {
+        |job, JobPayloads { stored, digests }| {
             copier.add(&job, &stored, &digests)?;
             if let Cow::Owned(buffer) = stored {
                 buffers.put(buffer);
@@ -134,7 +134,7 @@ fn empty_list<B: Source>(input: &Input<'_, B>) -> Vec<[u8; DIGEST_SIZE]> {
 }
 
 /// Reads and checks the payloads of a job.
-fn read<'a, B: Source>(input: &Input<'a, B>, job: &Job, mut buffer: Vec<u8>) -> Result<Copied<'a>> {
+fn read<'a, B: Source>(input: &Input<'a, B>, job: &Job, mut buffer: Vec<u8>) -> Result<JobPayloads<'a>> {
     let (pair, records) = (input.pair, &input.index().records()[job.chunks()]);
     let offset = records.first().map_or(0, |record| record.blob_offset.get());
     let size = records.iter().map(stored_size).sum();
@@ -155,7 +155,7 @@ fn read<'a, B: Source>(input: &Input<'a, B>, job: &Job, mut buffer: Vec<u8>) -> 
         let payload = check_payload(payload, record, known, chunk).map_err(|e| pair.name_tensor(e).in_pair(&input.label))?;
         digests.push(known.copied().unwrap_or_else(|| digest::of_payload(payload)));
     }
-    Ok(Copied { stored, digests })
+    Ok(JobPayloads { stored, digests })
 }
 
 /// Passes tensors and chunks to the builder, in order.

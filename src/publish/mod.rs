@@ -26,7 +26,7 @@ use courtesy::{is_refused, or_warn};
 use folder::{Folder, folder_of};
 use lock::{FolderLock, LOCK_TIMEOUT};
 use rustix::fs::FlockOperation;
-use staged::{OpenFiles, Staged, sync_many};
+use staged::{OpenFiles, StagedFile, sync_many};
 use std::fs::{File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -53,7 +53,7 @@ pub(crate) struct Publication {
 
 #[derive(Debug)]
 struct Output {
-    staged: Staged,
+    staged: StagedFile,
     path: PathBuf,
     /// Permission bits of the file that this output replaces.
     mode: Option<u32>,
@@ -119,9 +119,9 @@ impl Publication {
         // A file that replaces another gets that file's mode at commit. Until then only its owner may read it.
         let initial = if mode.is_some() { 0o600 } else { 0o666 };
         let i = self.files.len();
-        let create = if i < OpenFiles::MAX { Staged::create } else { Staged::create_named };
+        let create = if i < OpenFiles::MAX { StagedFile::create } else { StagedFile::create_named };
         let (staged, file) = create(&self.folder, initial).map_err(error)?;
-        if matches!(staged, Staged::Named(_)) {
+        if matches!(staged, StagedFile::Named(_)) {
             self.open.add(i, file.clone()).map_err(error)?;
         }
         self.files.push(Output { staged, path: path.to_owned(), mode });
@@ -239,7 +239,7 @@ impl Publication {
         let error = |e| Error::io("publish", &path, e);
         let last = files.iter().position(|file| file.path == path).map(|i| files.remove(i));
         let held = hold_signals();
-        let (staged, file) = Staged::create(&self.folder, 0o666).map_err(error)?;
+        let (staged, file) = StagedFile::create(&self.folder, 0o666).map_err(error)?;
         (&*file).write_all(barrier.content).and_then(|()| or_warn(file.sync_all(), &path, LOST)).map_err(error)?;
         self.publishing(|published| {
             staged.publish(&path, self.replace).map_err(error)?;

@@ -15,20 +15,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// A file that does not have its final name yet. It is removed on drop.
 #[derive(Debug)]
-pub(super) enum Staged {
+pub(super) enum StagedFile {
     /// A file without a name (`O_TMPFILE`). The system removes it even if the process is killed.
     Unnamed(Arc<File>),
     Named(Temporary),
 }
 
-impl Staged {
+impl StagedFile {
     /// Creates and opens a file in `folder`. Its permission bits are `mode` without the bits of the umask.
     pub fn create(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
         let Some(file) = unnamed(folder, mode).map(Arc::new) else { return Self::create_named(folder, mode) };
         Ok((Self::Unnamed(file.clone()), file))
     }
 
-    /// Like [`Staged::create`], but with a temporary name. For file systems without `O_TMPFILE`, and if there are so many files
+    /// Like [`StagedFile::create`], but with a temporary name. For file systems without `O_TMPFILE`, and if there are so many files
     /// that not all can stay open.
     pub fn create_named(folder: &Path, mode: u32) -> io::Result<(Self, Arc<File>)> {
         let (temporary, file) = Temporary::create(folder, |path| create_new(path, mode))?;
@@ -55,10 +55,10 @@ impl Staged {
 
 /// A cache of open descriptors of staged files with temporary names.
 #[derive(Debug, Default)]
-pub(super) struct OpenFiles(Mutex<VecDeque<Opened>>);
+pub(super) struct OpenFiles(Mutex<VecDeque<OpenFile>>);
 
 #[derive(Debug)]
-struct Opened {
+struct OpenFile {
     /// Index of the file.
     i: usize,
     file: Arc<File>,
@@ -72,12 +72,12 @@ impl OpenFiles {
 
     /// Adds a new, empty file.
     pub fn add(&self, i: usize, file: Arc<File>) -> io::Result<()> {
-        self.insert(Opened { i, file, is_used: false })
+        self.insert(OpenFile { i, file, is_used: false })
     }
 
     /// Adds a file. If there are too many, closes the half of them that was used least recently. Files that may have been written are
     /// synced first, because closing a file can lose a write error. Other threads wait, so that they open no further files meanwhile.
-    fn insert(&self, opened: Opened) -> io::Result<()> {
+    fn insert(&self, opened: OpenFile) -> io::Result<()> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         open.push_back(opened);
         if open.len() <= Self::MAX {
@@ -94,10 +94,10 @@ impl OpenFiles {
     }
 
     /// File `i`, opened if necessary. `staged` is the same file.
-    pub fn get(&self, i: usize, staged: &Staged) -> io::Result<Arc<File>> {
+    pub fn get(&self, i: usize, staged: &StagedFile) -> io::Result<Arc<File>> {
         let temporary = match staged {
-            Staged::Unnamed(file) => return Ok(file.clone()),
-            Staged::Named(temporary) => temporary,
+            StagedFile::Unnamed(file) => return Ok(file.clone()),
+            StagedFile::Named(temporary) => temporary,
         };
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = open.iter().position(|open| open.i == i)
@@ -110,7 +110,7 @@ impl OpenFiles {
         }
         drop(open);
         let file = Arc::new(File::options().write(true).open(temporary.path())?);
-        self.insert(Opened { i, file: file.clone(), is_used: true })?;
+        self.insert(OpenFile { i, file: file.clone(), is_used: true })?;
         Ok(file)
     }
 }

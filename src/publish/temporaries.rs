@@ -14,7 +14,7 @@ use tpde_core::error::{Error, Result};
 
 /// Temporary names of this process. Only [`Temporaries::track`] sets them. A process that does not call it has no lock, so a fork
 /// cannot copy a locked one.
-static TRACKED: OnceLock<Tracked> = OnceLock::new();
+static TRACKED: OnceLock<TrackedNames> = OnceLock::new();
 
 /// Beginning of temporary names.
 const PREFIX: &str = ".tpde-";
@@ -22,7 +22,7 @@ const PREFIX: &str = ".tpde-";
 const FOLDER: &str = ".dir";
 
 #[derive(Default)]
-struct Tracked {
+struct TrackedNames {
     /// Locked during a commit. Lock order: `commit` before `names`.
     commit: Mutex<()>,
     /// Locked while a temporary name is created or removed.
@@ -52,7 +52,7 @@ pub struct Temporaries(());
 impl Temporaries {
     /// Tracks the temporary files that this process creates from now on.
     pub fn track() -> Self {
-        TRACKED.get_or_init(Tracked::default);
+        TRACKED.get_or_init(TrackedNames::default);
         Self(())
     }
 

@@ -11,8 +11,8 @@ fn folder() -> TempDir {
 }
 
 /// A staged file, with a temporary name or without a name.
-fn staged(folder: &Path, named: bool) -> Staged {
-    let (staged, file) = if named { Staged::create_named(folder, 0o666) } else { Staged::create(folder, 0o666) }.unwrap();
+fn staged(folder: &Path, named: bool) -> StagedFile {
+    let (staged, file) = if named { StagedFile::create_named(folder, 0o666) } else { StagedFile::create(folder, 0o666) }.unwrap();
     (&*file).write_all(b"new").unwrap();
     staged
 }
@@ -56,7 +56,7 @@ fn a_file_that_the_system_refuses_to_name_is_copied() {
         let flags = OFlags::TMPFILE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
         let file = File::from(rustix::fs::openat(CWD, folder.path(), flags, Mode::from_raw_mode(mode)).unwrap());
         (&file).write_all(content.as_bytes()).unwrap();
-        Staged::Unnamed(Arc::new(file))
+        StagedFile::Unnamed(Arc::new(file))
     };
     for (content, mode, replace) in [("first", 0o640, false), ("second", 0o604, true)] {
         unlinkable(content, mode).publish(&path, replace).unwrap();
@@ -79,8 +79,8 @@ fn a_failure_behind_a_barrier_leaves_the_folder_as_it_was_unless_files_were_to_b
             let publication = Publication::folder(folder.path(), Barrier { name: "index".into(), content: b"barrier" }, replace);
             let Destination::Folder(barrier) = &publication.destination else { panic!("the folder exists") };
             let output = |(i, name): (usize, &&str)| {
-                let (staged, _) = Staged::create_named(folder.path(), 0o666).unwrap();
-                if let (Staged::Named(temporary), true) = (&staged, i == fails) {
+                let (staged, _) = StagedFile::create_named(folder.path(), 0o666).unwrap();
+                if let (StagedFile::Named(temporary), true) = (&staged, i == fails) {
                     fs::remove_file(temporary.path()).unwrap(); // so that it cannot be renamed
                 }
                 Output { staged, path: folder.path().join(name), mode: None }

@@ -131,12 +131,12 @@ impl Header {
             (name.clone(), safetensors::tensor::TensorInfo { dtype: to_safetensors(*dtype), shape, data_offsets })
         });
         let metadata = Metadata::new(None, table.collect()).map_err(|e| e.to_string())?;
-        let mut json = Bounded(Vec::new());
+        let mut json = HeaderBuffer(Vec::new());
         serde_json::to_writer(&mut json, &metadata).map_err(|e| match e.is_io() {
             true => format!("the header of the {} tensors would have more than the {LIMIT} bytes that readers take", tensors.len()),
             false => e.to_string(),
         })?;
-        let Bounded(mut json) = json;
+        let HeaderBuffer(mut json) = json;
         json.resize(json.len().next_multiple_of(8), b' '); // aligns the data
         let mut content = (json.len() as u64).to_le_bytes().to_vec();
         content.extend(json);
@@ -154,9 +154,9 @@ fn check_start(json: &[u8]) -> Result<(), String> {
 }
 
 /// A buffer for a header. Writing more than `LIMIT` bytes fails. Escaping can make names six times as long.
-struct Bounded(Vec<u8>);
+struct HeaderBuffer(Vec<u8>);
 
-impl Write for Bounded {
+impl Write for HeaderBuffer {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         // The limit is a multiple of 8, so padding to a multiple of 8 cannot exceed it.
         if self.0.len() + bytes.len() > LIMIT as usize {

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::local::LocalFolder;
 use crate::manifest::{Segment, Stored, StoredPair};
 use crate::remote::{Remote, no_memory};
-use crate::wanted::Wanted;
+use crate::wanted::WantedTensors;
 use rustix::fs::SeekFrom;
 use std::fs::File;
 use std::ops::Range;
@@ -45,7 +45,7 @@ pub(crate) fn each_segment(remote: &Remote, stored: &Stored, mut done: impl FnMu
 }
 
 /// An error of reading one of several files or pairs.
-pub(crate) struct Failed {
+pub(crate) struct ReadFailure {
     /// Which one.
     pub at: usize,
     pub error: Error,
@@ -53,10 +53,10 @@ pub(crate) struct Failed {
 
 /// Writes stored files into a folder. Segments that a file has already, from an interrupted call, are not read again. Segments of all
 /// files are read concurrently.
-fn to_files(remote: &Remote, folder: &LocalFolder, files: &[(&Stored, String)], watch: &dyn Watch) -> Result<(), Failed> {
+fn to_files(remote: &Remote, folder: &LocalFolder, files: &[(&Stored, String)], watch: &dyn Watch) -> Result<(), ReadFailure> {
     let mut missing = Vec::new();
     for (at, (stored, name)) in files.iter().enumerate() {
-        let found = missing_segments(stored, folder, name, watch).map_err(|error| Failed { at, error })?;
+        let found = missing_segments(stored, folder, name, watch).map_err(|error| ReadFailure { at, error })?;
         missing.extend(found.into_iter().map(|(offset, segment)| (at, offset, segment)));
     }
     let mut last = 0;
@@ -68,7 +68,7 @@ fn to_files(remote: &Remote, folder: &LocalFolder, files: &[(&Stored, String)], 
         let name = &files[at].1;
         folder.file(name)?.write_all_at(&bytes, offset).map_err(|e| Error::io("write", &folder.path().join(name), e))
     });
-    written.map_err(|error| Failed { at: last, error })
+    written.map_err(|error| ReadFailure { at: last, error })
 }
 
 /// The segments that a file lacks, with their offsets. The file is only cut, never extended: its size is that of what was read.
@@ -135,18 +135,18 @@ impl Cache<'_> {
     }
 
     /// Pairs with all their payloads.
-    fn all_whole(&self, pairs: &[&StoredPair]) -> Result<Vec<Pair<FileSource>>, Failed> {
+    fn all_whole(&self, pairs: &[&StoredPair]) -> Result<Vec<Pair<FileSource>>, ReadFailure> {
         let files: Vec<_> =
             pairs.iter().flat_map(|pair| [(&pair.index, name(pair, INDEX)), (&pair.blob, name(pair, BLOB))]).collect();
-        to_files(self.remote, self.folder, &files, self.watch).map_err(|failed| Failed { at: failed.at / 2, ..failed })?;
-        pairs.iter().enumerate().map(|(at, pair)| self.open(pair).map_err(|error| Failed { at, error })).collect()
+        to_files(self.remote, self.folder, &files, self.watch).map_err(|failed| ReadFailure { at: failed.at / 2, ..failed })?;
+        pairs.iter().enumerate().map(|(at, pair)| self.open(pair).map_err(|error| ReadFailure { at, error })).collect()
     }
 
     /// The wanted payloads of a pair that are not in its blob here, and what these chunks are made from.
-    fn missing(&self, pair: &StoredPair, index: &ValidatedIndex, wanted: &Wanted) -> Result<(Missing, Wanted)> {
+    fn missing(&self, pair: &StoredPair, index: &ValidatedIndex, wanted: &WantedTensors) -> Result<(MissingRanges, WantedTensors)> {
         let held = self.held(pair)?;
         let mut scratch = Vec::new();
-        let mut missing = Missing { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
+        let mut missing = MissingRanges { ranges: held.is_none().then_some(HEADER).into_iter().collect(), chunks: Vec::new() };
         let entries: Vec<_> = index.tensors().map(|entry| (entry, wanted.chunks(&entry))).collect();
         for (_, chunks) in &entries {
             for &number in chunks {
@@ -164,18 +164,18 @@ impl Cache<'_> {
                 }
             }
         }
-        Ok((missing, Wanted::bases(&entries)))
+        Ok((missing, WantedTensors::bases(&entries)))
     }
 
     /// Pairs with the payloads of the chunks that have wanted elements of the last one, and of what these are made from in the pairs
     /// before. Other payloads are zeros, and reading them is an error. Payloads that an earlier call has read are not read again.
-    fn all_partial(&self, pairs: &[&StoredPair], select: Select<'_>) -> Result<Vec<Pair<FileSource>>, Failed> {
+    fn all_partial(&self, pairs: &[&StoredPair], select: Select<'_>) -> Result<Vec<Pair<FileSource>>, ReadFailure> {
         let indexes: Vec<_> = pairs.iter().map(|pair| (&pair.index, name(pair, INDEX))).collect();
         to_files(self.remote, self.folder, &indexes, self.watch)?;
-        let mut all: Vec<Missing> = Vec::new();
-        let mut wanted: Option<Wanted> = None;
+        let mut all: Vec<MissingRanges> = Vec::new();
+        let mut wanted: Option<WantedTensors> = None;
         for (at, pair) in pairs.iter().enumerate().rev() {
-            let failed = |error| Failed { at, error };
+            let failed = |error| ReadFailure { at, error };
             let index = self.read_index(pair).map_err(failed)?;
             let of_pair = wanted.map_or_else(|| select(&index), Ok).map_err(failed)?;
             let (missing, bases) = self.missing(pair, &index, &of_pair).map_err(failed)?;
@@ -184,7 +184,7 @@ impl Cache<'_> {
         }
         all.reverse();
         self.ranges(pairs, &all)?;
-        let open = |(at, (pair, missing)): (usize, (&&StoredPair, Missing))| {
+        let open = |(at, (pair, missing)): (usize, (&&StoredPair, MissingRanges))| {
             let open = || {
                 let (opened, mut scratch) = (self.open(pair)?, Vec::new());
                 for chunk in missing.chunks {
@@ -192,7 +192,7 @@ impl Cache<'_> {
                 }
                 Ok(opened)
             };
-            open().map_err(|error| Failed { at, error })
+            open().map_err(|error| ReadFailure { at, error })
         };
         pairs.iter().zip(all).enumerate().map(open).collect()
     }
@@ -212,7 +212,7 @@ impl Cache<'_> {
     }
 
     /// Writes ranges of blobs to their files.
-    fn ranges(&self, pairs: &[&StoredPair], missing: &[Missing]) -> Result<(), Failed> {
+    fn ranges(&self, pairs: &[&StoredPair], missing: &[MissingRanges]) -> Result<(), ReadFailure> {
         let mut requests = Vec::new();
         for (at, (pair, missing)) in pairs.iter().zip(missing).enumerate() {
             requests
@@ -228,10 +228,10 @@ impl Cache<'_> {
             let file = self.folder.file(&name(pairs[at], BLOB))?;
             file.write_all_at(&bytes, offset + range.start).map_err(|e| Error::io("write", &self.path(pairs[at], BLOB), e))
         });
-        written.map_err(|error| Failed { at: last, error })?;
+        written.map_err(|error| ReadFailure { at: last, error })?;
         for (at, pair) in pairs.iter().enumerate() {
             let set_size = || self.set_size(pair, &self.folder.file(&name(pair, BLOB))?);
-            set_size().map_err(|error| Failed { at, error })?;
+            set_size().map_err(|error| ReadFailure { at, error })?;
         }
         Ok(())
     }
@@ -265,13 +265,13 @@ fn check_sizes(pair: &StoredPair, index: &ValidatedIndex) -> Result<()> {
 }
 
 /// What is read of a blob: ranges, and the chunks whose payloads are in them.
-struct Missing {
+struct MissingRanges {
     ranges: Vec<Range<u64>>,
     chunks: Vec<u32>,
 }
 
 /// Says what is wanted of the tensors of a pair.
-pub(crate) type Select<'a> = &'a dyn Fn(&ValidatedIndex) -> Result<Wanted>;
+pub(crate) type Select<'a> = &'a dyn Fn(&ValidatedIndex) -> Result<WantedTensors>;
 
 /// Reads the pairs of a route from the store: whole, or with the payloads of what is wanted of the last one, and of what that is made
 /// from in the pairs before.
@@ -279,7 +279,7 @@ pub(crate) fn fetch_pairs(
     cache: &Cache<'_>,
     pairs: &[&StoredPair],
     select: Option<Select<'_>>,
-) -> Result<Vec<Pair<FileSource>>, Failed> {
+) -> Result<Vec<Pair<FileSource>>, ReadFailure> {
     match select {
         Some(select) => cache.all_partial(pairs, select),
         None => cache.all_whole(pairs),

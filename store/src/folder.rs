@@ -18,11 +18,11 @@ use std::sync::Arc;
 
 /// A folder has no `store.json` any more: the store was moved away, or its file system was unmounted.
 #[derive(Debug)]
-pub(crate) struct Vanished(pub String);
+pub(crate) struct MissingStore(pub String);
 
-impl std::error::Error for Vanished {}
+impl std::error::Error for MissingStore {}
 
-impl fmt::Display for Vanished {
+impl fmt::Display for MissingStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} has no {STORE}", self.0)
     }
@@ -50,7 +50,7 @@ impl Folder {
     fn check(&self) -> Result<()> {
         match self.find(&ObjectPath::from(STORE))? {
             Some(_) => Ok(()),
-            None => Err(Error::NotSupported { source: Vanished(self.root.display().to_string()).into() }),
+            None => Err(Error::NotSupported { source: MissingStore(self.root.display().to_string()).into() }),
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::catalog::{Catalog, Whole};
 use crate::digest::UploadId;
 use crate::error::{Error, Result};
-use crate::lease::{self, Running};
+use crate::lease::{self, RunningCalls};
 use crate::manifest::{Content, Reference, Shortcut, Version};
 use crate::names::{self, BRANCHES, CLOCK, OBJECTS, SHORTCUTS};
 use crate::prefix::Prefix;
@@ -136,7 +136,7 @@ fn remove_versions(
     remote: &Remote,
     catalog: &mut Catalog<'_>,
     old: &HashSet<String>,
-    (needed, running): (&HashSet<Reference>, &Running),
+    (needed, running): (&HashSet<Reference>, &RunningCalls),
     report: &mut GcReport,
 ) -> Result<HashMap<Reference, Version>> {
     let mut stay: HashMap<Reference, Version> = HashMap::new();

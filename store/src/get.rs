@@ -9,7 +9,7 @@ use crate::prefix::{NOBODY, Prefix, check_state, resolve};
 use crate::put::Base;
 use crate::reach::{LeftOut, reach};
 use crate::route::{self, Have, Route, Source, Start};
-use crate::wanted::Wanted;
+use crate::wanted::WantedTensors;
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -82,9 +82,9 @@ impl<'a> GetOptions<'a> {
     }
 
     /// What is wanted of the tensors of a pair.
-    pub(crate) fn wanted(&self, version: &Version, index: &ValidatedIndex) -> Result<Wanted> {
+    pub(crate) fn wanted(&self, version: &Version, index: &ValidatedIndex) -> Result<WantedTensors> {
         let selection = self.selection(version, index)?;
-        Ok(Wanted::of(selection.into_iter().map(|(name, rectangle)| (name, vec![rectangle]))))
+        Ok(WantedTensors::of(selection.into_iter().map(|(name, rectangle)| (name, vec![rectangle]))))
     }
 
     /// The wanted rectangles of the tensors of a pair: all tensors whole, if nothing is selected.

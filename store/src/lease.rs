@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::manifest::{self, MAX_MANIFEST, Reference, Shortcut, VOID, Version};
 use crate::names::{self, LEASES, MAX_NUMBER};
 use crate::prefix::{Prefix, json};
-use crate::remote::{Entry, Repeating};
+use crate::remote::{BackgroundWrites, Entry};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::RangeInclusive;
@@ -51,7 +51,7 @@ pub(crate) struct Lease<'a> {
     prefix: &'a Prefix,
     id: UploadId,
     begin: Instant,
-    _renewal: Option<Repeating>,
+    _renewal: Option<BackgroundWrites>,
 }
 
 impl<'a> Lease<'a> {
@@ -165,7 +165,7 @@ impl<'a> Lease<'a> {
 
 /// What the leases of running calls name.
 #[derive(Default)]
-pub(crate) struct Running {
+pub(crate) struct RunningCalls {
     /// The calls, whose objects no manifest names yet.
     pub calls: HashSet<UploadId>,
     /// The manifests that the calls are going to create.
@@ -179,13 +179,13 @@ pub(crate) struct Running {
 ///
 /// # Errors
 /// The errors of requests; those of a lease that cannot be read, until it is old.
-pub(crate) fn settle(prefix: &Prefix, oldest: i64) -> Result<Running> {
+pub(crate) fn settle(prefix: &Prefix, oldest: i64) -> Result<RunningCalls> {
     let remote = &prefix.remote;
     let listed = remote.list(LEASES)?;
     let renewed: BTreeMap<UploadId, &Entry> =
         listed.iter().filter_map(|entry| Some((names::of_renewal(&entry.name)?, entry))).collect();
     let leases: BTreeSet<UploadId> = listed.iter().filter_map(|entry| names::of_lease(&entry.name)).collect();
-    let mut running = Running::default();
+    let mut running = RunningCalls::default();
     for entry in &listed {
         let Some(id) = names::of_lease(&entry.name) else { continue };
         let is_old = entry.modified <= oldest && renewed.get(&id).is_none_or(|renewed| renewed.modified <= oldest);

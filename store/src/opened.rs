@@ -10,7 +10,7 @@ use crate::prefix::{NOBODY, Prefix, resolve};
 use crate::put::Base;
 use crate::reach::{LeftOut, reach};
 use crate::route::{Have, Start};
-use crate::wanted::Wanted;
+use crate::wanted::WantedTensors;
 use std::collections::BTreeMap;
 use tpde::{Chain, Checkpoint, FileSource, Pair, Rectangle, ValidatedIndex};
 
@@ -95,7 +95,7 @@ fn reach_in_folder<T>(
     let folder = options.cache.as_deref().map_or_else(LocalFolder::temporary, LocalFolder::at)?;
     let cache = Cache { remote: &prefix.remote, folder: &folder, watch: options.watch.unwrap_or(NOBODY) };
     let select = |index: &ValidatedIndex| match parts {
-        Some(parts) => Ok(Wanted::of(parts.clone())),
+        Some(parts) => Ok(WantedTensors::of(parts.clone())),
         None => options.wanted(version, index),
     };
     let select = (parts.is_some() || options.is_selection()).then_some(&select as Select<'_>);

@@ -12,7 +12,7 @@ use crate::prefix::{NOBODY, Prefix, json, new_version, resolve, state};
 use crate::reach::reach;
 use crate::route::{self, Have, Route, Source, Start};
 use crate::upload::{SegmentMap, Upload, take};
-use crate::wanted::Wanted;
+use crate::wanted::WantedTensors;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use tpde::{
@@ -329,7 +329,7 @@ fn check_fits(
     let folder = LocalFolder::temporary()?;
     let cache = Cache { remote: &prefix.remote, folder: &folder, watch };
     let open = |route: &Route, pairs| Base::open(route, have, pairs);
-    let (base, _) = reach(catalog, &cache, parent, Start::Get(have), Some(&|_| Ok(Wanted::default())), open)?;
+    let (base, _) = reach(catalog, &cache, parent, Start::Get(have), Some(&|_| Ok(WantedTensors::default())), open)?;
     Chain::new(base.checkpoint(), base.pairs.iter().chain([pair]))?;
     let is_described = |tensor: Tensor<'_>| {
         let of_base = base.last().into_iter().flat_map(|last| last.index().entries(tensor.base_name));

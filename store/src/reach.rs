@@ -1,7 +1,7 @@
 //! Ways to versions that are read from the store. A step that is damaged is left out if there is another way.
 
 use crate::catalog::Catalog;
-use crate::download::{Cache, Failed, Select, fetch_pairs};
+use crate::download::{Cache, ReadFailure, Select, fetch_pairs};
 use crate::error::{Error, Result};
 use crate::manifest::Version;
 use crate::prefix::check_state;
@@ -51,7 +51,7 @@ pub(crate) fn reach<T>(
                 }
                 Err(error) => (suspects(&route, &error), named(&route, error)),
             },
-            Err(Failed { at, error }) => (vec![route.steps[at].clone()], error),
+            Err(ReadFailure { at, error }) => (vec![route.steps[at].clone()], error),
         };
         if !is_damage(&error) {
             return Err(error);
@@ -72,12 +72,12 @@ fn read(
     cache: &Cache<'_>,
     route: &Route,
     select: Option<Select<'_>>,
-) -> Result<Vec<Pair<FileSource>>, Failed> {
+) -> Result<Vec<Pair<FileSource>>, ReadFailure> {
     let stored: Vec<_> = route.steps.iter().map(|step| &step.pair).collect();
     let pairs = fetch_pairs(cache, &stored, select)?;
     for (at, (step, pair)) in route.steps.iter().zip(&pairs).enumerate() {
         let mut check = || catalog.at(&step.to)?.map_or(Ok(()), |version| check_state(&version, pair.index()));
-        check().map_err(|error| Failed { at, error })?;
+        check().map_err(|error| ReadFailure { at, error })?;
     }
     Ok(pairs)
 }

@@ -1,7 +1,7 @@
 //! Requests to the object store, with repetitions. The only module that knows tokio and `object_store`.
 
 use crate::error::{Error, Result};
-use crate::folder::{Folder, Vanished};
+use crate::folder::{Folder, MissingStore};
 use crate::manifest::Segment;
 use crate::names;
 use crate::threads::Threads;
@@ -41,13 +41,13 @@ const LOOK: Duration = Duration::from_millis(50);
 pub(crate) type SharedWatch = Arc<dyn Watch + Send + Sync>;
 
 /// Writes that are repeated in the background until this is dropped.
-pub(crate) enum Repeating {
+pub(crate) enum BackgroundWrites {
     Task(tokio::task::AbortHandle),
     /// The thread ends when this is dropped.
     Thread(#[expect(dead_code, reason = "dropped")] mpsc::Sender<()>),
 }
 
-impl Drop for Repeating {
+impl Drop for BackgroundWrites {
     fn drop(&mut self) {
         if let Self::Task(task) = self {
             task.abort();
@@ -335,7 +335,7 @@ impl Remote {
     }
 
     /// Writes an empty object every `interval`. An error is no failure: the next one may succeed.
-    pub fn repeat(&self, interval: Duration, name: String) -> Option<Repeating> {
+    pub fn repeat(&self, interval: Duration, name: String) -> Option<BackgroundWrites> {
         let (store, path) = (self.shared.store.clone(), self.path(&name));
         let runtime = match &self.shared.executor {
             _ if self.shared.is_sequential => return None,
@@ -350,7 +350,7 @@ impl Remote {
                     }
                 };
                 let thread = std::thread::Builder::new().name("tpde-lease".into()).spawn(run);
-                return thread.is_ok().then_some(Repeating::Thread(sender));
+                return thread.is_ok().then_some(BackgroundWrites::Thread(sender));
             }
         };
         let task = runtime.spawn(async move {
@@ -361,7 +361,7 @@ impl Remote {
                 }
             }
         });
-        Some(Repeating::Task(task.abort_handle()))
+        Some(BackgroundWrites::Task(task.abort_handle()))
     }
 
     /// Creates an object unless it exists. Returns whether it was created.
@@ -666,9 +666,9 @@ async fn repeated<T, F: Future<Output = object_store::Result<T>>>(
     for attempt in 1.. {
         match request().await {
             Ok(value) => return Ok(value),
-            Err(object_store::Error::NotSupported { source }) if source.is::<Vanished>() => {
+            Err(object_store::Error::NotSupported { source }) if source.is::<MissingStore>() => {
                 return Err(Error::NotAStore {
-                    location: source.downcast::<Vanished>().map_or_else(|e| e.to_string(), |found| found.0),
+                    location: source.downcast::<MissingStore>().map_or_else(|e| e.to_string(), |found| found.0),
                 });
             }
             Err(error) if attempt == ATTEMPTS || is_final(&error) => {

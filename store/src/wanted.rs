@@ -14,9 +14,9 @@ enum Elements {
 
 /// What is wanted of tensors, by name.
 #[derive(Default)]
-pub(crate) struct Wanted(HashMap<String, Vec<Elements>>);
+pub(crate) struct WantedTensors(HashMap<String, Vec<Elements>>);
 
-impl Wanted {
+impl WantedTensors {
     /// Rectangles of tensors.
     pub fn of(rectangles: impl IntoIterator<Item = (String, Vec<Rectangle>)>) -> Self {
         let within = |one: Vec<Rectangle>| one.into_iter().map(Elements::Within).collect();

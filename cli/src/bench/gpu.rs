@@ -4,7 +4,7 @@
 //! median of several runs. After each row, the result is compared with the target. The copies are timed in the same process.
 
 use super::median::median;
-use super::placed::{PIECE, Placed, pieces};
+use super::placed::{PIECE, Placement, pieces};
 use crate::text::{self, BOLD};
 use anyhow::ensure;
 use rayon::prelude::*;
@@ -50,12 +50,12 @@ pub struct OfPair {
 
 /// The digests that an application compares.
 #[derive(Clone, Copy)]
-struct Compared {
+struct Checks {
     payloads: bool,
     targets: bool,
 }
 
-impl Compared {
+impl Checks {
     const NOTHING: Self = Self { payloads: false, targets: false };
     const PAYLOADS: Self = Self { payloads: true, targets: false };
     const TARGETS: Self = Self { payloads: false, targets: true };
@@ -87,7 +87,7 @@ pub struct Settings {
 }
 
 /// The base and the output in device memory, and the target, with which results are compared.
-struct Bed<'a> {
+struct Fixture<'a> {
     device: &'a Device,
     stream: Stream,
     settings: Settings,
@@ -100,7 +100,7 @@ struct Bed<'a> {
 
 /// Device memory of a base and of an output, with the same layout.
 struct Memory {
-    placed: Placed,
+    placed: Placement,
     /// Base tensors at the places of their target tensors.
     base: DeviceSlice,
     output: DeviceSlice,
@@ -128,20 +128,20 @@ pub fn bench(
 ) -> anyhow::Result<GpuReport> {
     let target_bytes = target.tensors().iter().map(|info| info.bytes()).sum();
     ensure!(target_bytes > 0, "the target has no bytes");
-    let memory = |placed: Placed| -> anyhow::Result<Memory> {
+    let memory = |placed: Placement| -> anyhow::Result<Memory> {
         Ok(Memory { base: device.alloc(placed.bytes)?, output: device.alloc(placed.bytes)?, placed })
     };
-    let bed = Bed {
+    let fixture = Fixture {
         device,
         stream: device.stream()?,
         target,
         target_bytes,
-        memory: memory(Placed::dense(target.tensors()))?,
-        with_gaps: settings.gaps.then(|| memory(Placed::with_gaps(target.tensors()))).transpose()?,
+        memory: memory(Placement::dense(target.tensors()))?,
+        with_gaps: settings.gaps.then(|| memory(Placement::with_gaps(target.tensors()))).transpose()?,
         settings,
     };
-    bed.load(base)?;
-    let dense = bed.dense()?;
+    fixture.load(base)?;
+    let dense = fixture.dense()?;
     let (mut lanes, mut changed) = (0, 0);
     let mut pairs = Vec::new();
     // Not `auto`: it codes some tensors with zstd to save a few bytes, and then not all payloads can stay in device memory.
@@ -157,26 +157,26 @@ pub fn bench(
         let encode_seconds = start.elapsed().as_secs_f64();
         lanes = report.tensors.iter().map(|tensor| tensor.lanes).sum();
         changed = report.tensors.iter().map(|tensor| tensor.changed).sum();
-        let encoded = bed.encode(&pair, base, &options)?;
-        let mut of_pair = bed.pair(codec, pair, encode_seconds)?;
+        let encoded = fixture.encode(&pair, base, &options)?;
+        let mut of_pair = fixture.pair(codec, pair, encode_seconds)?;
         of_pair.rows.splice(0..0, encoded);
         pairs.push(of_pair);
     }
     Ok(GpuReport {
         device: device.name(),
         first_call: device.first_call(),
-        target_bytes: bed.target_bytes,
+        target_bytes: fixture.target_bytes,
         tensors: target.tensors().len(),
         lanes,
         changed,
         threads: rayon::current_num_threads(),
-        runs: bed.settings.runs,
+        runs: fixture.settings.runs,
         dense,
         pairs,
     })
 }
 
-impl Bed<'_> {
+impl Fixture<'_> {
     /// Copies base tensors to the device, for target tensors with a base of the same name.
     fn load(&self, base: &dyn Checkpoint) -> anyhow::Result<()> {
         let mut piece = self.device.pinned(PIECE)?;
@@ -316,7 +316,7 @@ impl Bed<'_> {
         for (name, mode) in modes {
             let bindings = self.bindings(&self.memory, pair.index(), &index, mode)?;
             let mut measure =
-                |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, compared: Compared| -> anyhow::Result<()> {
+                |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, compared: Checks| -> anyhow::Result<()> {
                     let plan = match self.settings.slice_bytes {
                         Some(bytes) => ApplyPlan::in_slices(index, &bindings, mode, payloads.clone(), bytes)?,
                         None => ApplyPlan::new(index, &bindings, mode, payloads.clone())?,
@@ -329,27 +329,27 @@ impl Bed<'_> {
                 [("device memory", &on_device, DEVICE), ("pinned memory", &pinned, DEVICE), ("pinned memory", &pinned, WALL)];
             if !has_zstd {
                 for (from, payloads, clock) in on_device_or_pinned {
-                    measure(name, &index, from, payloads, clock, Compared::PAYLOADS)?;
+                    measure(name, &index, from, payloads, clock, Checks::PAYLOADS)?;
                 }
                 if pair.index().has_payload_root() {
                     let what = format!("{name}, payload digests not compared");
-                    measure(&what, &index, "device memory", &on_device, DEVICE, Compared::NOTHING)?;
+                    measure(&what, &index, "device memory", &on_device, DEVICE, Checks::NOTHING)?;
                 }
-                for (digests, compared) in [("digests of targets", Compared::TARGETS), ("all digests", Compared::ALL)] {
+                for (digests, compared) in [("digests of targets", Checks::TARGETS), ("all digests", Checks::ALL)] {
                     measure(&format!("{name}, {digests}"), &index, "device memory", &on_device, DEVICE, compared)?;
                 }
-                measure(&format!("{name}, all digests"), &index, "pinned memory", &pinned, WALL, Compared::ALL)?;
+                measure(&format!("{name}, all digests"), &index, "pinned memory", &pinned, WALL, Checks::ALL)?;
             }
-            measure(name, &index, "host memory", &host, WALL, Compared::PAYLOADS)?;
-            measure(&format!("{name}, all digests"), &index, "host memory", &host, WALL, Compared::ALL)?;
+            measure(name, &index, "host memory", &host, WALL, Checks::PAYLOADS)?;
+            measure(&format!("{name}, all digests"), &index, "host memory", &host, WALL, Checks::ALL)?;
             if has_zstd && rayon::current_num_threads() > 1 {
                 let what = format!("{name}, one thread");
-                one_thread.install(|| measure(&what, &index, "host memory", &host, WALL, Compared::PAYLOADS))?;
+                one_thread.install(|| measure(&what, &index, "host memory", &host, WALL, Checks::PAYLOADS))?;
             }
             #[cfg(feature = "nvcomp")]
             if let Some(trusted) = &trusted {
                 for (from, payloads, clock) in on_device_or_pinned {
-                    measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock, Compared::PAYLOADS)?;
+                    measure(&format!("{name}, nvCOMP"), trusted, from, payloads, clock, Checks::PAYLOADS)?;
                 }
             }
         }
@@ -362,7 +362,7 @@ impl Bed<'_> {
             self.compare(memory, codec)?;
         }
         for (name, mode) in modes {
-            for (what, compared) in [(name.to_owned(), Compared::PAYLOADS), (format!("{name}, all digests"), Compared::ALL)] {
+            for (what, compared) in [(name.to_owned(), Checks::PAYLOADS), (format!("{name}, all digests"), Checks::ALL)] {
                 let path = files.path().join("pair");
                 rows.push(self.timed(&what, "files, opened anew", WALL, || self.open_and_launch(&path, mode, compared))?);
                 self.compare(&self.memory, codec)?;
@@ -455,7 +455,7 @@ impl Bed<'_> {
 
     /// Seconds to do everything from a path: open the pair, upload its index, and launch. The files are in the page cache, and
     /// payloads are copied in slices.
-    fn open_and_launch(&self, path: &Path, mode: Mode, compared: Compared) -> anyhow::Result<f64> {
+    fn open_and_launch(&self, path: &Path, mode: Mode, compared: Checks) -> anyhow::Result<f64> {
         self.restore(&self.memory, mode)?;
         let start = Instant::now();
         let pair = Pair::open(path)?;

@@ -20,7 +20,7 @@ use anyhow::{Context, ensure};
 use clap::{Args, ValueEnum};
 use contenders::{Contender, Form, Ours, Peer};
 use median::median;
-use repeated::Repeated;
+use repeated::RepeatedCheckpoint;
 use serde::Serialize;
 use std::fmt;
 use std::path::PathBuf;
@@ -100,11 +100,11 @@ pub struct CpuReport {
     tensors: usize,
     threads: usize,
     runs: u32,
-    contenders: Vec<Measured>,
+    contenders: Vec<Measurement>,
 }
 
 #[derive(Serialize)]
-struct Measured {
+struct Measurement {
     name: String,
     stored_bytes: u64,
     ratio: Option<f64>,
@@ -144,12 +144,12 @@ enum Only {
 }
 
 /// A checkpoint read into memory.
-struct Loaded {
+struct LoadedCheckpoint {
     infos: Vec<TensorInfo>,
     data: Vec<Vec<u8>>,
 }
 
-impl Loaded {
+impl LoadedCheckpoint {
     fn read(checkpoint: &dyn Checkpoint) -> tpde::Result<Self> {
         let infos = checkpoint.tensors().to_vec();
         let read = |(place, info): (usize, &TensorInfo)| {
@@ -186,7 +186,7 @@ impl Bench {
         }
         let (base, target) = self.open()?;
         memory::check(memory_needed(&base, &target))?;
-        let (base, target) = (Loaded::read(&base)?, Loaded::read(&target)?);
+        let (base, target) = (LoadedCheckpoint::read(&base)?, LoadedCheckpoint::read(&target)?);
         let (base_checkpoint, target_checkpoint) = (base.checkpoint()?, target.checkpoint()?);
         let ours = Ours::new(&base_checkpoint, &target_checkpoint, self.options())?;
         let peer = |form, level| Peer::new(ours.pair().index(), &base_checkpoint, &target.data, form, level);
@@ -222,7 +222,7 @@ impl Bench {
             });
             let mut next = || timings.next().flatten();
             let stored_bytes = contender.stored_bytes();
-            Measured {
+            Measurement {
                 name: contender.name(),
                 stored_bytes,
                 ratio: text::ratio(target_bytes, stored_bytes),
@@ -244,8 +244,8 @@ impl Bench {
         }))
     }
 
-    fn open(&self) -> tpde::Result<(Repeated<SafetensorsCheckpoint>, Repeated<SafetensorsCheckpoint>)> {
-        Ok((Repeated::new(open(&self.base)?, self.repeat)?, Repeated::new(open(&self.target)?, self.repeat)?))
+    fn open(&self) -> tpde::Result<(RepeatedCheckpoint<SafetensorsCheckpoint>, RepeatedCheckpoint<SafetensorsCheckpoint>)> {
+        Ok((RepeatedCheckpoint::new(open(&self.base)?, self.repeat)?, RepeatedCheckpoint::new(open(&self.target)?, self.repeat)?))
     }
 
     #[cfg(feature = "cuda")]
@@ -317,7 +317,7 @@ impl fmt::Display for CpuReport {
             None => "–".to_owned(),
             Some(t) => format!("{:.2} ({:.2}x)", t.gb_per_second, t.to_xor_zstd_1),
         };
-        let row = |contender: &Measured| {
+        let row = |contender: &Measurement| {
             vec![
                 contender.name.clone(),
                 text::times(contender.ratio),

@@ -15,7 +15,7 @@ pub fn pieces(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
 }
 
 /// Places of tensors in an allocation.
-pub struct Placed {
+pub struct Placement {
     /// Size of the allocation.
     pub bytes: u64,
     tensors: Vec<Place>,
@@ -29,7 +29,7 @@ struct Place {
     rows: Option<Rows>,
 }
 
-impl Placed {
+impl Placement {
     pub fn dense(tensors: &[TensorInfo]) -> Self {
         Self::place(tensors, |_| None)
     }

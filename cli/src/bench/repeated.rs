@@ -3,12 +3,12 @@
 use tpde::{Checkpoint, Error, Escaped, Result, TensorInfo};
 
 /// Repeats every tensor of a checkpoint along its first dimension. Scalars are not repeated.
-pub struct Repeated<C> {
+pub struct RepeatedCheckpoint<C> {
     of: C,
     infos: Vec<TensorInfo>,
 }
 
-impl<C: Checkpoint> Repeated<C> {
+impl<C: Checkpoint> RepeatedCheckpoint<C> {
     /// # Errors
     /// [`Error::InvalidArgument`] if a repeated tensor is too large, or if the bytes of the checkpoint do not fit in 64 bits.
     pub fn new(of: C, times: u64) -> Result<Self> {
@@ -28,7 +28,7 @@ impl<C: Checkpoint> Repeated<C> {
     }
 }
 
-impl<C: Checkpoint> Checkpoint for Repeated<C> {
+impl<C: Checkpoint> Checkpoint for RepeatedCheckpoint<C> {
     fn tensors(&self) -> &[TensorInfo] {
         &self.infos
     }
@@ -54,7 +54,7 @@ mod tests {
     fn tensors_follow_themselves() {
         let info = |name: &str, shape: &[u64]| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: shape.to_vec() };
         let tensors = [(info("none", &[0, 3]), &[][..]), (info("rows", &[2, 3]), b"abcdef"), (info("scalar", &[]), b"x")];
-        let repeated = Repeated::new(MemoryCheckpoint::new(tensors).unwrap(), 3).unwrap();
+        let repeated = RepeatedCheckpoint::new(MemoryCheckpoint::new(tensors).unwrap(), 3).unwrap();
         assert_eq!(repeated.tensors(), [info("none", &[0, 3]), info("rows", &[6, 3]), info("scalar", &[])]);
         let read = |place, offset, size| {
             let mut out = vec![0; size];
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn what_becomes_too_large_is_refused() {
         let info = |rows| TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![rows, 0] };
-        let repeated = |rows, times| Repeated::new(MemoryCheckpoint::new([(info(rows), &[][..])]).unwrap(), times);
+        let repeated = |rows, times| RepeatedCheckpoint::new(MemoryCheckpoint::new([(info(rows), &[][..])]).unwrap(), times);
         assert!(repeated(1 << 62, 3).is_ok());
         assert!(matches!(repeated(1 << 62, 4), Err(Error::InvalidArgument(_))));
     }

@@ -10,8 +10,8 @@ use crate::{failure, text};
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
 use globset::Glob;
-use report::Described;
-use rows::{Collected, Deleted, Folded, Got, Made, Pruned, Row, Sizes, Verified, Versions, row};
+use report::ReportOutput;
+use rows::{DeleteOutput, FoldOutput, GcOutput, GetOutput, InitOutput, PruneOutput, Row, Sizes, VerifyOutput, Versions, row};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
@@ -311,13 +311,13 @@ impl Store {
                 }
                 BranchVerb::Delete { store, name } => {
                     let head = store.open()?.delete_branch(name).map_err(error)?;
-                    common.show("store.branch", Deleted { branch: name.clone(), head: head.name() })
+                    common.show("store.branch", DeleteOutput { branch: name.clone(), head: head.name() })
                 }
             },
             Verb::Verify(verb) => {
                 let report = verb.store.open()?.verify(verb.branch.as_deref(), verb.rebuild).map_err(error)?;
                 let (damaged, shortcuts) = (report.faults.len() as u64, report.shortcuts.len() as u64);
-                common.show("store.verify", Verified(report))?;
+                common.show("store.verify", VerifyOutput(report))?;
                 if damaged + shortcuts > 0 {
                     let (damaged, shortcuts) = (text::counted(damaged, "version"), text::counted(shortcuts, "shortcut"));
                     return Ok(failure::refused(&format!("{damaged} and {shortcuts} damaged")));
@@ -326,7 +326,7 @@ impl Store {
             }
             Verb::Fold(verb) => common.show("store.fold", verb.run(common)?),
             Verb::Prune(verb) => common.show("store.prune", verb.run(common)?),
-            Verb::Gc(verb) => common.show("store.gc", Collected(verb.store.open()?.gc().map_err(error)?)),
+            Verb::Gc(verb) => common.show("store.gc", GcOutput(verb.store.open()?.gc().map_err(error)?)),
             Verb::Du(verb) => common.show("store.du", Sizes(verb.store.open()?.usage().map_err(error)?)),
             Verb::Report(verb) => common.show("store.report", verb.run()?),
             Verb::Watch(verb) => verb.run(common),
@@ -369,13 +369,13 @@ fn have(text: &str) -> Result<(String, PathBuf), &'static str> {
 }
 
 impl Init {
-    fn run(&self) -> anyhow::Result<Made> {
+    fn run(&self) -> anyhow::Result<InitOutput> {
         let options = StoreOptions::default()
             .grace(Duration::from_secs(self.grace))
             .anchor_every(self.anchor_every)
             .anchor_percent(self.anchor_percent);
         Opened::init(&self.store, &options).map_err(error)?;
-        Ok(Made { store: self.store.clone() })
+        Ok(InitOutput { store: self.store.clone() })
     }
 }
 
@@ -405,7 +405,7 @@ impl Put {
 }
 
 impl Get {
-    fn run(&self, common: &Common) -> anyhow::Result<Got> {
+    fn run(&self, common: &Common) -> anyhow::Result<GetOutput> {
         let store = self.store.open()?;
         let version = store.version(&self.version).map_err(error)?;
         // If only some tensors are rebuilt, the bar ends early.
@@ -424,7 +424,7 @@ impl Get {
         }
         let report = store.get(&version.name(), &self.output, &options).map_err(error)?;
         bar.finish_and_clear();
-        Got::of(&store, report).map_err(error)
+        GetOutput::of(&store, report).map_err(error)
     }
 
     /// The tensors and rectangles that the patterns select. A tensor that matches --part has the shape of its rectangle, also if it
@@ -464,21 +464,21 @@ impl FoldArgs {
 }
 
 impl Fold {
-    fn run(&self, common: &Common) -> anyhow::Result<Folded> {
+    fn run(&self, common: &Common) -> anyhow::Result<FoldOutput> {
         let store = self.store.open()?;
         let bar = common.bar("fold", store.version(&self.to).map_err(error)?.tensor_bytes);
         let advance = |bytes| bar.inc(bytes);
         let shortcut = store.fold(&self.from, &self.to, &self.options.options(&advance)).map_err(error)?;
         bar.finish_and_clear();
-        Ok(Folded::of(&shortcut))
+        Ok(FoldOutput::of(&shortcut))
     }
 }
 
 impl Prune {
-    fn run(&self, common: &Common) -> anyhow::Result<Pruned> {
+    fn run(&self, common: &Common) -> anyhow::Result<PruneOutput> {
         let store = self.store.open()?;
         let Some(keep_every) = self.keep_every.filter(|_| !self.damaged) else {
-            return store.prune_damaged(&self.branch).map(Pruned).map_err(error);
+            return store.prune_damaged(&self.branch).map(PruneOutput).map_err(error);
         };
         // It is not known yet which shortcuts are needed. They never have more bytes than all versions of the branch.
         let most = store.log(&self.branch).map_err(error)?.iter().map(|version| version.tensor_bytes).sum();
@@ -486,12 +486,12 @@ impl Prune {
         let advance = |bytes| bar.inc(bytes);
         let report = store.prune(&self.branch, keep_every, &self.options.options(&advance)).map_err(error)?;
         bar.finish_and_clear();
-        Ok(Pruned(report))
+        Ok(PruneOutput(report))
     }
 }
 
 impl Report {
-    fn run(&self) -> anyhow::Result<Described> {
+    fn run(&self) -> anyhow::Result<ReportOutput> {
         // Of a store elsewhere, no file is here.
         let folder = PathBuf::from(self.store.url.strip_prefix("file://").unwrap_or(&self.store.url));
         let file = self.html.as_ref().map(|path| OutputFile::create(path, &[folder], self.force)).transpose()?;
@@ -505,7 +505,7 @@ impl Report {
             let versions = store.report(&name).map_err(error)?;
             branches.push((name, versions));
         }
-        let described = Described::of(branches);
+        let described = ReportOutput::of(branches);
         if let Some(file) = file {
             file.publish(described.page(&self.store.url, &store.usage().map_err(error)?).as_bytes())?;
         }

@@ -9,7 +9,7 @@ use tpde_store::{Content, PairReport, Usage, VersionReport};
 
 /// The versions of some branches.
 #[derive(Serialize)]
-pub struct Described {
+pub struct ReportOutput {
     branches: Vec<BranchVersions>,
 }
 
@@ -112,7 +112,7 @@ pub fn content(content: &Content) -> &'static str {
     }
 }
 
-impl Described {
+impl ReportOutput {
     pub fn of(branches: Vec<(String, Vec<VersionReport>)>) -> Self {
         let branch = |(branch, versions): (String, Vec<VersionReport>)| BranchVersions {
             branch,
@@ -161,7 +161,7 @@ pub fn facts(usage: &Usage) -> Vec<html::Fact> {
     facts
 }
 
-impl fmt::Display for Described {
+impl fmt::Display for ReportOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let row = |row: &ReportRow| {
             let changed = row.own().or_else(|| row.shortcuts().next()).filter(|pair| pair.from.is_some());

@@ -9,24 +9,24 @@ use tpde::Escaped;
 use tpde_store::{Content, GcReport, GetReport, LeftOut, PruneReport, Result, Shortcut, Store, Usage, VerifyReport, Version};
 
 #[derive(Serialize)]
-pub struct Made {
+pub struct InitOutput {
     pub store: String,
 }
 
-impl fmt::Display for Made {
+impl fmt::Display for InitOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "made the store {}", Escaped(&self.store))
     }
 }
 
 #[derive(Serialize)]
-pub struct Deleted {
+pub struct DeleteOutput {
     pub branch: String,
     /// The version that was its newest.
     pub head: String,
 }
 
-impl fmt::Display for Deleted {
+impl fmt::Display for DeleteOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "deleted the branch {}, whose newest version was {}", self.branch, self.head)
     }
@@ -107,20 +107,20 @@ impl fmt::Display for Row {
 
 /// A version that was rebuilt.
 #[derive(Serialize)]
-pub struct Got {
+pub struct GetOutput {
     #[serde(flatten)]
     version: Row,
     /// Damaged pairs that were not used.
     left_out: Vec<LeftOut>,
 }
 
-impl Got {
+impl GetOutput {
     pub fn of(store: &Store, report: GetReport) -> Result<Self> {
         Ok(Self { version: row(store, &report.version)?, left_out: report.left_out })
     }
 }
 
-impl fmt::Display for Got {
+impl fmt::Display for GetOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.version)?;
         for LeftOut { pair, reason, .. } in &self.left_out {
@@ -174,9 +174,9 @@ impl fmt::Display for Versions {
 
 #[derive(Serialize)]
 #[serde(transparent)]
-pub struct Verified(pub VerifyReport);
+pub struct VerifyOutput(pub VerifyReport);
 
-impl fmt::Display for Verified {
+impl fmt::Display for VerifyOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(report) = self;
         writeln!(f, "checked {}, {}", text::counted(report.versions, "version"), text::bytes(report.bytes))?;
@@ -194,20 +194,20 @@ impl fmt::Display for Verified {
 }
 
 #[derive(Serialize)]
-pub struct Folded {
+pub struct FoldOutput {
     from: String,
     to: String,
     /// Size of the pair in bytes.
     stored_bytes: u64,
 }
 
-impl Folded {
+impl FoldOutput {
     pub fn of(shortcut: &Shortcut) -> Self {
         Self { from: shortcut.from.name(), to: shortcut.to.name(), stored_bytes: shortcut.pair.bytes() }
     }
 }
 
-impl fmt::Display for Folded {
+impl fmt::Display for FoldOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{} to {} in {}", self.from, self.to, text::bytes(self.stored_bytes))
     }
@@ -215,9 +215,9 @@ impl fmt::Display for Folded {
 
 #[derive(Serialize)]
 #[serde(transparent)]
-pub struct Pruned(pub PruneReport);
+pub struct PruneOutput(pub PruneReport);
 
-impl fmt::Display for Pruned {
+impl fmt::Display for PruneOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(report) = self;
         let pruned = report.pruned.len() as u64;
@@ -233,9 +233,9 @@ impl fmt::Display for Pruned {
 
 #[derive(Serialize)]
 #[serde(transparent)]
-pub struct Collected(pub GcReport);
+pub struct GcOutput(pub GcReport);
 
-impl fmt::Display for Collected {
+impl fmt::Display for GcOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(report) = self;
         writeln!(f, "removed {}, {}", text::counted(report.removed, "object"), text::bytes(report.removed_bytes))?;

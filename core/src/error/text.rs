@@ -67,11 +67,11 @@ fn escape(text: &str, limit: usize) -> String {
 /// The text of `value`, with invisible characters escaped, cut to [`MESSAGE_CHARS`]. Formatting stops at that limit, so the cost
 /// is bounded even if the value is huge.
 pub(super) fn bounded(value: impl fmt::Display) -> String {
-    struct Bounded {
+    struct BoundedText {
         text: String,
         left: usize,
     }
-    impl fmt::Write for Bounded {
+    impl fmt::Write for BoundedText {
         fn write_str(&mut self, text: &str) -> fmt::Result {
             for c in text.chars() {
                 // The last character is reserved for the ellipsis.
@@ -87,7 +87,7 @@ pub(super) fn bounded(value: impl fmt::Display) -> String {
             Ok(())
         }
     }
-    let mut out = Bounded { text: String::new(), left: MESSAGE_CHARS };
+    let mut out = BoundedText { text: String::new(), left: MESSAGE_CHARS };
     let _ = fmt::write(&mut out, format_args!("{value}"));
     out.text
 }

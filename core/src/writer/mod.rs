@@ -22,7 +22,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 /// An entry with a name, whose base name may not be known yet.
-struct Named {
+struct Entry {
     entry: usize,
     name: String,
     base_name: String,
@@ -42,7 +42,7 @@ pub struct PairBuilder<W> {
     blob_size: u64,
     sections: Sections,
     /// The last entry with a name.
-    last_named: Option<Named>,
+    last_named: Option<Entry>,
     /// Number of each table set, from 1, in the order of the first tensors that use them.
     sets: HashMap<Arc<TableSet>, u32>,
     /// Numbers of the sets by address, because hashing a set takes longer. The map keeps the sets, so no address is reused.
@@ -86,7 +86,7 @@ impl<W: Write> PairBuilder<W> {
             self.sections.names.extend(tensor.name.as_bytes());
             let (entry, name) = (self.sections.entries.len(), tensor.name.clone());
             self.last_named =
-                Some(Named { entry, name, base_name: String::new(), scales_names: String::new(), is_part: tensor.part.is_some() });
+                Some(Entry { entry, name, base_name: String::new(), scales_names: String::new(), is_part: tensor.part.is_some() });
         }
         // The base name is stated once for all parts. Parts of base kind `none` have none.
         if let Some(last) = self.last_named.as_mut().filter(|_| !base_name.is_empty()) {
@@ -122,7 +122,7 @@ impl<W: Write> PairBuilder<W> {
     /// Appends the base name of the last entry with a name, then the scales names of its parts. Further parts of the tensor may
     /// have stated the base name.
     fn end_names(&mut self) {
-        if let Some(Named { entry, base_name, scales_names, .. }) = self.last_named.take() {
+        if let Some(Entry { entry, base_name, scales_names, .. }) = self.last_named.take() {
             self.sections.names.extend(base_name.as_bytes());
             self.sections.names.extend(scales_names.as_bytes());
             self.sections.entries[entry].base_name_size = base_name.len() as u32;

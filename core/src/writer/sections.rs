@@ -173,11 +173,11 @@ fn pad(bytes: &mut Vec<u8>) {
 }
 
 /// The expanded size of a section, and its stored form.
-type Stored = (u64, Vec<u8>);
+type StoredSection = (u64, Vec<u8>);
 
 /// Returns a function that compresses a section, unless compression makes it larger. One compressor serves all sections: allocating its memory takes longer than compressing a small section.
 #[cfg(feature = "zstd")]
-fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<Stored>> {
+fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<StoredSection>> {
     /// On real checkpoints, higher levels gain nothing and cost up to fifty times as much. That matters for small pairs, because
     /// this part of encoding is serial.
     const LEVEL: i32 = 6;
@@ -192,7 +192,7 @@ fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<Stored>> {
 
 /// Without the C library, sections are stored as they are.
 #[cfg(not(feature = "zstd"))]
-fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<Stored>> {
+fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<StoredSection>> {
     Ok(|expanded: Vec<u8>| Ok((expanded.len() as u64, expanded)))
 }
 

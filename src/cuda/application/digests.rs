@@ -4,7 +4,7 @@ use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::Offsets;
 use crate::cuda::plan::digests::DigestPlan;
 use crate::cuda::plan::payloads::Payloads;
-use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
+use crate::cuda::runtime::driver::{EnterGuard, Kernel, OwnStream, RawStream};
 use crate::reader::checked_payload;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -147,7 +147,7 @@ impl DeviceDigests {
     /// `chunks`, `blob` and `report` are those of the launch, and remain valid until the stream has completed.
     pub unsafe fn hash(
         &self,
-        cx: &Entered<'_>,
+        cx: &EnterGuard<'_>,
         stream: RawStream,
         n: usize,
         (chunks, blob): (u64, u64),
@@ -166,7 +166,7 @@ impl DeviceDigests {
 
     /// Queues the comparison of the payload list with the payload root, if the list is formed on the device. The status words begin
     /// with that of the first chunk of the span.
-    pub fn compare_list(&self, cx: &Entered<'_>, stream: RawStream, report: Report) -> Result<()> {
+    pub fn compare_list(&self, cx: &EnterGuard<'_>, stream: RawStream, report: Report) -> Result<()> {
         let Some(list) = &self.list else { return Ok(()) };
         let parameter = DigestParameter { statuses: report.statuses, flag: report.flag, ..*list };
         // SAFETY: list, record and pieces are in the memory of the application, which is held until the stream has completed.

@@ -1,10 +1,10 @@
 //! Payloads of codec `zstd` that nvCOMP expands: their memory, and the kernels before and after nvCOMP.
 
 use crate::cuda::index::DeviceIndex;
-use crate::cuda::nvcomp::{Batch, Trusted};
+use crate::cuda::nvcomp::{Batch, NvcompSupport};
 use crate::cuda::plan::schedule::{Group, Schedule};
 use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{Entered, RawStream};
+use crate::cuda::runtime::driver::{EnterGuard, RawStream};
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::FrameKernels;
 use crate::cuda::runtime::layout::MemoryLayout;
@@ -44,7 +44,7 @@ struct FrameParameter {
 /// The frames of an application.
 #[derive(Debug)]
 pub(super) struct Frames {
-    trusted: Trusted,
+    trusted: NvcompSupport,
     parameter: FrameParameter,
     batch: Batch,
     _memory: Allocation,
@@ -53,7 +53,7 @@ pub(super) struct Frames {
 impl Frames {
     /// Allocates memory for all frames of a schedule, and queues the copy of the kernels' arrays on the copy stream. Returns
     /// `None` if there are no frames.
-    pub fn new(index: &DeviceIndex, schedule: &Schedule, device: &Arc<Inner>, cx: &Entered<'_>) -> Result<Option<Self>> {
+    pub fn new(index: &DeviceIndex, schedule: &Schedule, device: &Arc<Inner>, cx: &EnterGuard<'_>) -> Result<Option<Self>> {
         let Some(trusted) = &index.trusted else { return Ok(None) };
         // One slice has all frames. Chunks without payloads come last.
         let run = schedule.slices.iter().flat_map(|slice| &slice.runs).find(|run| run.group == Group::Frames);
@@ -163,7 +163,7 @@ impl Frames {
     /// The addresses hold the data of the index, and remain valid until the stream has completed.
     pub unsafe fn expand(
         &self,
-        cx: &Entered<'_>,
+        cx: &EnterGuard<'_>,
         stream: RawStream,
         [stored, blob, tensors, order, digests]: [u64; 5],
     ) -> Result<()> {

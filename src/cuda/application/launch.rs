@@ -1,14 +1,14 @@
 //! Queues an application: copies of payloads, and launches of kernels.
 
 use super::digests::{DeviceDigests, Report};
-use super::prepared::Prepared;
+use super::prepared::LaunchData;
 use super::targets::Table;
 use crate::apply::InPlace;
 use crate::cuda::abi::{self, FLAG_NO_CRC, Launch, mode};
 use crate::cuda::plan::payloads::{Mode, Payloads};
-use crate::cuda::plan::schedule::{Group, Run, Slice, Staged};
+use crate::cuda::plan::schedule::{Group, Run, Slice, StagedPayload};
 use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{Entered, OwnStream, RawStream};
+use crate::cuda::runtime::driver::{EnterGuard, OwnStream, RawStream};
 use crate::cuda::runtime::kernels::{Decoder, Variant};
 use crate::cuda::runtime::memory::PinnedBuffer;
 use crate::cuda::runtime::pools::Mark;
@@ -23,8 +23,8 @@ use tpde_core::source::Source;
 
 /// A launch that is being queued.
 pub(super) struct Launcher<'a> {
-    pub prepared: &'a Prepared,
-    pub cx: &'a Entered<'a>,
+    pub prepared: &'a LaunchData,
+    pub cx: &'a EnterGuard<'a>,
     pub stream: RawStream,
     /// Address of the staging memory. `None` if the payloads are on the device.
     pub staging: Option<u64>,
@@ -167,7 +167,7 @@ impl Launcher<'_> {
     fn expand_frames(&self, slice: &Slice, stream: RawStream, blob: u64) -> Result<()> {
         let run = slice.runs.iter().find(|run| run.group == Group::Frames);
         let (Some(frames), Some(run)) = (&self.prepared.frames, run) else { return Ok(()) };
-        let Prepared { records, tensors, order, .. } = *self.prepared;
+        let LaunchData { records, tensors, order, .. } = *self.prepared;
         let order = order + 4 * run.order.start as u64;
         // SAFETY: records and tensors come from a validated index, payloads are where the records say, and the frames were
         // prepared for this run. All of it is held until the stream has completed.
@@ -178,7 +178,7 @@ impl Launcher<'_> {
     /// scratch memory. One batch is rebuilt while another one is hashed. All payloads are in the order of the stream. The chunks
     /// get the status words that the dry pass gives them.
     fn compare_batches(&self, blob: u64, stream: RawStream) -> Result<()> {
-        let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
+        let LaunchData { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
         let hashing = self.hashing();
         // The ends of the hashes of both slots of the scratch memory.
         let mut hashed: [Option<Mark<'_>>; 2] = [None, None];
@@ -200,7 +200,7 @@ impl Launcher<'_> {
 
     /// Queues the comparison of the targets with their digests where they are stored.
     fn compare_stored(&self) -> Result<()> {
-        let Prepared { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
+        let LaunchData { targets: Some(targets), target_plan: Some(plan), .. } = self.prepared else { return Ok(()) };
         let Some(stored) = &plan.stored else { return Ok(()) };
         // SAFETY: the memory of the application, and of its outputs, is held until the stream has completed.
         unsafe { targets.compare(self.cx, self.stream, stored, Report { statuses: self.target_statuses(), flag: 0 }) }
@@ -315,12 +315,12 @@ impl Launcher<'_> {
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
-        let Prepared { tensors, rows, forms, order, .. } = *self.prepared;
+        let LaunchData { tensors, rows, forms, order, .. } = *self.prepared;
         self.launch_runs(&slice.runs, Table { tensors, rows, forms, order }, stream, blob, mode)
     }
 
     fn launch_runs(&self, runs: &[Run], table: Table, stream: RawStream, blob: u64, mode: u32) -> Result<()> {
-        let Prepared { index, scratch, .. } = self.prepared;
+        let LaunchData { index, scratch, .. } = self.prepared;
         let device = &index.device().inner;
         for run in runs {
             let (records, blob) = match &self.prepared.frames {
@@ -432,7 +432,7 @@ impl Launcher<'_> {
     /// Expands the payloads of a piece to codec `raw`, with the padding and order of the staging memory.
     fn expand(&self, piece: &Piece, source: &dyn Source) -> Result<Vec<u8>> {
         let index = &self.prepared.index;
-        let expand = |(transcoder, scratch): &mut (RawTranscoder, Vec<u8>), (staged, out): (&Staged, &mut [u8])| {
+        let expand = |(transcoder, scratch): &mut (RawTranscoder, Vec<u8>), (staged, out): (&StagedPayload, &mut [u8])| {
             let record = &index.uploaded.records[staged.chunk as usize];
             let tensor = index.tensor(staged.tensor as usize)?;
             let at = |e: Error| e.in_chunk(staged.chunk).in_tensor(&tensor.name);

@@ -12,14 +12,14 @@ mod targets;
 
 use self::launch::Launcher;
 use self::outcome::{Captured, Pending};
-use self::prepared::{LastLaunch, Prepared};
+use self::prepared::{LastLaunch, LaunchData};
 use super::abi::{DeviceTensor, STATUS_NOT_RUN, STATUS_OK};
 use super::plan::binding::{self, Binding};
 use super::plan::payloads::{Mode, Payloads};
 use super::plan::targets::Targets;
 use super::plan::{ApplyPlan, check_devices, tensor_range, tensor_table};
 use super::runtime::copies;
-use super::runtime::driver::{self, Entered, OwnStream, RawEvent, RawStream};
+use super::runtime::driver::{self, EnterGuard, OwnStream, RawEvent, RawStream};
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Stream;
 use crate::apply::InPlace;
@@ -30,7 +30,7 @@ use tpde_core::error::{Error, Result};
 /// An application of a pair that is ready to be launched.
 #[derive(Debug)]
 pub struct Application<'a> {
-    prepared: Arc<Prepared>,
+    prepared: Arc<LaunchData>,
     payloads: Payloads<'a>,
 }
 
@@ -61,7 +61,7 @@ impl<'a> Application<'a> {
     /// [`Error::Device`] if memory or the driver fails.
     pub fn prepare(plan: ApplyPlan<'a>) -> Result<Self> {
         let payloads = plan.payloads.clone();
-        Ok(Self { prepared: Arc::new(Prepared::new(plan, None)?), payloads })
+        Ok(Self { prepared: Arc::new(LaunchData::new(plan, None)?), payloads })
     }
 
     /// Prepares a planned application in the caller's memory only: [`ApplyPlan::bytes`] bytes, aligned to 256. Work on
@@ -73,7 +73,7 @@ impl<'a> Application<'a> {
     /// [`Error::InvalidArgument`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
     pub fn prepare_in(plan: ApplyPlan<'a>, memory: DeviceSlice) -> Result<Self> {
         let payloads = plan.payloads.clone();
-        Ok(Self { prepared: Arc::new(Prepared::new(plan, Some(memory))?), payloads })
+        Ok(Self { prepared: Arc::new(LaunchData::new(plan, Some(memory))?), payloads })
     }
 
     /// Binds the same tensors to other memory, for later launches. Returns false and changes nothing if the set of tensors that
@@ -141,7 +141,7 @@ impl<'a> Application<'a> {
     }
 
     /// Queues the copy of a tensor table.
-    fn send_table(&self, cx: &Entered<'_>, table: Option<&PinnedBuffer>, stream: RawStream) -> Result<()> {
+    fn send_table(&self, cx: &EnterGuard<'_>, table: Option<&PinnedBuffer>, stream: RawStream) -> Result<()> {
         let Some(table) = table else { return Ok(()) };
         let first = tensor_range(&self.prepared.bindings).start;
         let to = self.prepared.tensors.wrapping_add((first * size_of::<DeviceTensor>()) as u64);
@@ -298,7 +298,7 @@ impl<'a> Application<'a> {
     }
 
     /// Returns staging memory if payloads are copied: the memory of a completed launch, or a new allocation.
-    fn staging(&self, cx: &Entered<'_>, last_launch: &mut LastLaunch) -> Result<Option<DeviceSlice>> {
+    fn staging(&self, cx: &EnterGuard<'_>, last_launch: &mut LastLaunch) -> Result<Option<DeviceSlice>> {
         let bytes = self.prepared.schedule.staged_bytes;
         if bytes == 0 {
             return Ok(None);

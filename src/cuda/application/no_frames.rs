@@ -2,7 +2,7 @@
 
 use crate::cuda::index::DeviceIndex;
 use crate::cuda::plan::schedule::Schedule;
-use crate::cuda::runtime::driver::{Entered, RawStream};
+use crate::cuda::runtime::driver::{EnterGuard, RawStream};
 use crate::cuda::runtime::inner::Inner;
 use std::sync::Arc;
 use tpde_core::error::Result;
@@ -12,7 +12,7 @@ use tpde_core::error::Result;
 pub(super) enum Frames {}
 
 impl Frames {
-    pub fn new(_: &DeviceIndex, _: &Schedule, _: &Arc<Inner>, _: &Entered<'_>) -> Result<Option<Self>> {
+    pub fn new(_: &DeviceIndex, _: &Schedule, _: &Arc<Inner>, _: &EnterGuard<'_>) -> Result<Option<Self>> {
         Ok(None)
     }
 
@@ -24,7 +24,7 @@ impl Frames {
         match *self {}
     }
 
-    pub unsafe fn expand(&self, _: &Entered<'_>, _: RawStream, _: [u64; 5]) -> Result<()> {
+    pub unsafe fn expand(&self, _: &EnterGuard<'_>, _: RawStream, _: [u64; 5]) -> Result<()> {
         match *self {}
     }
 }

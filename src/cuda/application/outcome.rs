@@ -1,6 +1,6 @@
 //! The outcome of a launch: status words turned into errors.
 
-use super::prepared::Prepared;
+use super::prepared::LaunchData;
 use crate::apply::InPlace;
 use crate::cuda::abi::{self, STATUS_NOT_RUN, STATUS_OK};
 use crate::cuda::hashes::DIFFERS;
@@ -19,7 +19,7 @@ const PAYLOAD_ROOT: u32 = abi::status_of(Rule::HeaderPayloadRoot);
 #[derive(Debug)]
 #[must_use = "only `wait` tells whether the data is correct"]
 pub struct Pending {
-    prepared: Arc<Prepared>,
+    prepared: Arc<LaunchData>,
     done: Arc<RawEvent>,
     statuses: PinnedBuffer,
     host_error: Option<Error>,
@@ -36,7 +36,7 @@ pub struct BadChunk {
 }
 
 impl Pending {
-    pub(super) fn new(prepared: Arc<Prepared>, done: Arc<RawEvent>, statuses: PinnedBuffer) -> Self {
+    pub(super) fn new(prepared: Arc<LaunchData>, done: Arc<RawEvent>, statuses: PinnedBuffer) -> Self {
         Self { prepared, done, statuses, host_error: None }
     }
 
@@ -84,7 +84,7 @@ impl Pending {
 /// An application captured into a graph.
 #[derive(Debug)]
 pub struct Captured {
-    prepared: Arc<Prepared>,
+    prepared: Arc<LaunchData>,
     statuses: PinnedBuffer,
     _staging: Option<DeviceSlice>,
     _payloads: Option<Arc<PinnedBuffer>>,
@@ -92,7 +92,7 @@ pub struct Captured {
 
 impl Captured {
     pub(super) fn new(
-        prepared: Arc<Prepared>,
+        prepared: Arc<LaunchData>,
         statuses: PinnedBuffer,
         staging: Option<DeviceSlice>,
         payloads: Option<Arc<PinnedBuffer>>,
@@ -110,13 +110,13 @@ impl Captured {
 }
 
 /// Returns all chunks of the application with their status words, in the order of the index map.
-fn statuses<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
+fn statuses<'a>(prepared: &'a LaunchData, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
     let decoded = decoded(prepared, words);
     decoded.map(move |(chunk, status)| (chunk, with_digest(status, digest_status(prepared, words, chunk))))
 }
 
 /// Returns all chunks with the status words of the kernels that decode them. Digests of payloads are left out.
-fn decoded<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
+fn decoded<'a>(prepared: &'a LaunchData, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
     let tensors = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
     let chunks = tensors.flat_map(|tensor| tensor.chunks());
     let span = &prepared.schedule.span;
@@ -131,7 +131,7 @@ fn decoded<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator
 }
 
 /// Returns the status word of a payload's digest, or `STATUS_OK` if the device does not compare it.
-fn digest_status(prepared: &Prepared, words: &PinnedBuffer, chunk: u32) -> u32 {
+fn digest_status(prepared: &LaunchData, words: &PinnedBuffer, chunk: u32) -> u32 {
     if prepared.digests.is_none() || !prepared.has_payload_on_device(chunk) {
         return STATUS_OK;
     }
@@ -151,13 +151,13 @@ fn with_digest(status: u32, digest_status: u32) -> u32 {
     if is_checked_before { status } else { digest_status }
 }
 
-fn bad_chunks<'a>(prepared: &'a Prepared, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
+fn bad_chunks<'a>(prepared: &'a LaunchData, words: &'a PinnedBuffer) -> impl Iterator<Item = BadChunk> + 'a {
     let bad = statuses(prepared, words).filter(|(_, status)| *status != STATUS_OK);
     bad.map(|(chunk, status)| BadChunk { chunk, rule: abi::rule(status) })
 }
 
 /// Returns whether all status words of chunks, frames and digests are `STATUS_OK`: the fast path of [`check_statuses`].
-fn are_all_right(prepared: &Prepared, words: &PinnedBuffer) -> bool {
+fn are_all_right(prepared: &LaunchData, words: &PinnedBuffer) -> bool {
     let count = prepared.schedule.span.len();
     let of_digests = if prepared.digests.is_some() { count..2 * count } else { 0..0 };
     let is_ok = |at: usize| words.word(at) == STATUS_OK;
@@ -166,7 +166,7 @@ fn are_all_right(prepared: &Prepared, words: &PinnedBuffer) -> bool {
         && prepared.digests.as_ref().is_none_or(|digests| of_digests.filter(|&at| is_ok(at)).count() == digests.payloads)
 }
 
-fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
+fn check_statuses(prepared: &LaunchData, words: &PinnedBuffer, host_error: Option<Error>) -> Result<()> {
     if host_error.is_none() && are_all_right(prepared, words) {
         return Ok(());
     }
@@ -204,7 +204,7 @@ fn check_statuses(prepared: &Prepared, words: &PinnedBuffer, host_error: Option<
 }
 
 /// Returns the error of the first target that does not have its digest.
-fn target_error(prepared: &Prepared, words: &PinnedBuffer) -> Result<Option<Error>> {
+fn target_error(prepared: &LaunchData, words: &PinnedBuffer) -> Result<Option<Error>> {
     let first = prepared.target_statuses();
     let mut targets = prepared.bindings.iter().zip(first..prepared.own_status_words);
     let Some((binding, at)) = targets.find(|&(_, at)| words.word(at) != STATUS_OK) else { return Ok(None) };
@@ -218,7 +218,7 @@ fn target_error(prepared: &Prepared, words: &PinnedBuffer) -> Result<Option<Erro
     }))
 }
 
-fn error(prepared: &Prepared, chunk: u32, status: u32) -> Error {
+fn error(prepared: &LaunchData, chunk: u32, status: u32) -> Error {
     let Some(rule) = abi::rule(status) else {
         let reason = match status {
             STATUS_NOT_RUN => format!("the kernel did not decode chunk {chunk}"),

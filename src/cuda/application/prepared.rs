@@ -15,7 +15,7 @@ use crate::cuda::plan::schedule::Schedule;
 use crate::cuda::plan::targets::Targets;
 use crate::cuda::plan::{ApplyPlan, SIDES, table_bytes, table_offsets, tensor_range, tensor_table};
 use crate::cuda::runtime::copies;
-use crate::cuda::runtime::driver::{Entered, OwnStream, RawEvent, RawStream};
+use crate::cuda::runtime::driver::{EnterGuard, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::kernels::Variant;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::cuda::runtime::scratch::Scratch;
@@ -28,7 +28,7 @@ use zerocopy::IntoBytes;
 
 /// Data that must exist until the last launch has completed.
 #[derive(Debug)]
-pub(super) struct Prepared {
+pub(super) struct LaunchData {
     pub index: DeviceIndex,
     pub mode: Mode,
     pub schedule: Schedule,
@@ -83,7 +83,7 @@ pub(super) struct LastLaunch {
     pub table: Option<PinnedBuffer>,
 }
 
-impl Prepared {
+impl LaunchData {
     /// Allocates and fills the memory of a planned application. `caller_memory` replaces the allocation.
     pub fn new(plan: ApplyPlan<'_>, caller_memory: Option<DeviceSlice>) -> Result<Self> {
         let device = &plan.index.device().inner;
@@ -271,7 +271,7 @@ impl Prepared {
     }
 
     /// Queues the reset of nodes of targets, flag and scratch memory behind a launch. Returns false if there is nothing to reset.
-    pub fn reset(&self, cx: &Entered<'_>, stream: RawStream) -> Result<bool> {
+    pub fn reset(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<bool> {
         // After an error some parts may have been hashed without the others, so their nodes are reset too. Behind the nodes of
         // targets are the list of payload digests, the flag, and the head of the scratch memory.
         let nodes = self.targets.as_ref().map(DeviceTargets::nodes);
@@ -286,8 +286,8 @@ impl Prepared {
         Ok(start != end)
     }
 
-    /// As [`Prepared::reset`], behind a launch whose work ends at `done`. Returns the event behind all of it.
-    pub fn reset_behind(&self, cx: &Entered<'_>, stream: RawStream, done: &Arc<RawEvent>) -> Result<Arc<RawEvent>> {
+    /// As [`LaunchData::reset`], behind a launch whose work ends at `done`. Returns the event behind all of it.
+    pub fn reset_behind(&self, cx: &EnterGuard<'_>, stream: RawStream, done: &Arc<RawEvent>) -> Result<Arc<RawEvent>> {
         if !self.reset(cx, stream)? {
             return Ok(done.clone());
         }
@@ -296,13 +296,13 @@ impl Prepared {
     }
 
     /// Resets the status words of a graph.
-    pub fn reset_statuses(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+    pub fn reset_statuses(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: as in `reset`.
         unsafe { copies::fill(cx, self.statuses, STATUS_NOT_RUN, self.own_status_words, stream) }
     }
 }
 
-impl Drop for Prepared {
+impl Drop for LaunchData {
     fn drop(&mut self) {
         let device = &self.index.device().inner;
         if let Ok(cx) = device.context.enter() {

@@ -5,7 +5,7 @@ use crate::cuda::abi::{DeviceTensor, TensorRows};
 use crate::cuda::hashes::{HashLaunch, HashSlice};
 use crate::cuda::plan::Offsets;
 use crate::cuda::plan::targets::{Batch, Targets};
-use crate::cuda::runtime::driver::{Entered, Kernel, OwnStream, RawStream};
+use crate::cuda::runtime::driver::{EnterGuard, Kernel, OwnStream, RawStream};
 use tpde_core::error::Result;
 
 /// The addresses of what is hashed and compared.
@@ -75,7 +75,7 @@ impl DeviceTargets {
     ///
     /// # Safety
     /// The memory of the application, of its outputs, and of the report is held until the stream has completed.
-    pub unsafe fn compare(&self, cx: &Entered<'_>, stream: RawStream, hashes: &HashSlice, report: Report) -> Result<()> {
+    pub unsafe fn compare(&self, cx: &EnterGuard<'_>, stream: RawStream, hashes: &HashSlice, report: Report) -> Result<()> {
         // SAFETY: promised by the caller. The parts are those of the plan, and the nodes were zeroed when it was prepared.
         unsafe {
             hashes.queue(cx, self.kernel, stream, &HashLaunch { statuses: report.statuses, flag: report.flag, ..self.launch })

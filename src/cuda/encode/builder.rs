@@ -1,7 +1,7 @@
 //! The builder that encodes a pair on a device.
 
 use super::blob::PinnedBlob;
-use super::digests::Known;
+use super::digests::KnownDigests;
 use super::job::Job;
 use super::limits::Limits;
 use super::run::{check_codec, encode};
@@ -65,8 +65,8 @@ pub struct Encode<'a> {
     base: Option<&'a DeviceCheckpoint>,
     options: EncodeOptions,
     of_chain: ChainNames,
-    base_digests: Known,
-    target_digests: Known,
+    base_digests: KnownDigests,
+    target_digests: KnownDigests,
     after: Option<&'a Stream>,
     read_from: Option<(&'a dyn Checkpoint, Option<&'a dyn Checkpoint>)>,
     /// Compares the digests of a fold with those of the chain.

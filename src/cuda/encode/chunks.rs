@@ -1,6 +1,6 @@
 //! Chunks on the device: their lanes, and what the kernels find out about them.
 
-use super::session::{Drained, Session};
+use super::session::{Session, SessionGuard};
 use super::source::Source;
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::HashRange;
@@ -206,7 +206,7 @@ impl Surveyed {
         let tokens = chunks.iter().map(tokens_of).max().unwrap_or(0);
         let scratch = session.scratch(chunks.len() as u32, tokens)?;
         let uploaded = session.upload(&chunks)?;
-        let _drained = Drained(session);
+        let _drained = SessionGuard(session);
         let parameter = abi::Encode {
             chunks: uploaded.address(),
             tables: tables.address(),

@@ -17,7 +17,7 @@ use tpde_core::error::{Error, Result};
 use tpde_core::format::DIGEST_SIZE;
 
 /// Digests of the tensors of a checkpoint, as far as they are known: BLAKE3-128 by name.
-pub(super) type Known = BTreeMap<String, [u8; DIGEST_SIZE]>;
+pub(super) type KnownDigests = BTreeMap<String, [u8; DIGEST_SIZE]>;
 
 /// Most tensors of a batch.
 const BATCH_TENSORS: usize = 1 << 16;
@@ -73,7 +73,7 @@ impl<'a> Digests<'a> {
         source: &Source,
         selection: &Selection<'_>,
         plans: &[Plan],
-        [known_bases, known_targets]: [&Known; 2],
+        [known_bases, known_targets]: [&KnownDigests; 2],
     ) -> Result<Self> {
         let names = |checkpoint: Option<&dyn Checkpoint>| checkpoint.map_or(0, |checkpoint| checkpoint.tensors().len());
         let mut base = vec![None; names(selection.base())];
@@ -81,7 +81,7 @@ impl<'a> Digests<'a> {
         let mut is_wanted = vec![false; base.len()];
         let mut wanted = Vec::new();
         for plan in plans {
-            let known = |known: &Known, checkpoint: &dyn Checkpoint, i: usize| {
+            let known = |known: &KnownDigests, checkpoint: &dyn Checkpoint, i: usize| {
                 known.get(&checkpoint.tensors()[i].name).filter(|_| plan.part.is_none()).copied().map(Digest::Known)
             };
             if let (Some(lanes), Some(i), Some(infos)) = (source.base(plan), plan.base, selection.base()) {

@@ -1,6 +1,6 @@
 //! What an encoding on a device does.
 
-use super::digests::Known;
+use super::digests::KnownDigests;
 use super::limits::Limits;
 use super::session::{Encoder, Memory};
 use crate::cuda::checkpoint::DeviceCheckpoint;
@@ -16,8 +16,8 @@ pub(super) struct Job<'a> {
     pub target: &'a DeviceCheckpoint,
     pub base: Option<&'a DeviceCheckpoint>,
     pub options: &'a EncodeOptions,
-    pub base_digests: &'a Known,
-    pub target_digests: &'a Known,
+    pub base_digests: &'a KnownDigests,
+    pub target_digests: &'a KnownDigests,
     pub after: Option<&'a Stream>,
     pub encoder: Option<&'a Encoder>,
     pub limits: Limits,

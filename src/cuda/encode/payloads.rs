@@ -2,7 +2,7 @@
 
 use super::chunks::{Chunk, Tables, Wave, states_in, tiles_of};
 use super::limits::Limits;
-use super::session::{Drained, Session};
+use super::session::{Session, SessionGuard};
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::{HashLaunch, HashPlan};
 use crate::cuda::runtime::memory::DeviceSlice;
@@ -224,7 +224,7 @@ fn encode_streams(
         costs().take_while(|&(_, cost)| u64::from(cost) > long).map(|(chunk, _)| count_of(chunk)).sum()
     };
     let uploaded = session.upload(&list)?;
-    let _drained = Drained(session);
+    let _drained = SessionGuard(session);
     let parameter = abi::Encode {
         chunks: uploaded.address(),
         tables: tables.address(),
@@ -259,7 +259,7 @@ fn gather(session: &Session<'_>, wave: &mut Wave<'_>, range: Range<usize>, outpu
     let uploaded = session.upload(&list)?;
     let parts = session.upload(&plan.parts)?;
     let (nodes, hashes) = (session.alloc(plan.node_bytes().max(4))?, session.alloc(32 * u64::from(plan.len()))?);
-    let _drained = Drained(session);
+    let _drained = SessionGuard(session);
     session.clear(&nodes)?;
     let parameter = abi::Encode { chunks: uploaded.address(), count: list.len() as u32, parts: segments, ..abi::Encode::default() };
     session.launch(session.kernels.gather, list.len() as u32, &parameter)?;

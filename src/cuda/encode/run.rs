@@ -6,12 +6,12 @@ use super::chunks::{self, Survey, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
 use super::limits::{Limits, WORKERS};
-use super::session::{Drained, Session};
+use super::session::{Session, SessionGuard};
 use super::source::Source;
 use super::train;
 use super::waves::Waves;
 use crate::checkpoint::Checkpoint;
-use crate::cuda::runtime::driver::{Entered, RawEvent};
+use crate::cuda::runtime::driver::{EnterGuard, RawEvent};
 use crate::cuda::runtime::stream::Stream;
 use crate::encode::{CodecChoice, EncodeOptions, EncodeReport};
 use crate::encode::{Plan, Selection, check_holdable, check_options, report};
@@ -47,7 +47,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
         others.iter_mut().for_each(|memory| memory.shrink(of_others));
         let in_training = Limits { memory: WORKERS as u64 * job.limits.memory - (WORKERS as u64 - 1) * of_others, ..job.limits };
         let session = Session::new(target, &cx, after.as_ref(), in_training, memory)?;
-        let _drained = Drained(&session);
+        let _drained = SessionGuard(&session);
         let digests = Digests::new(&session, job.limits, &source, &selection, &plans, known)?;
         if options.codec == CodecChoice::Device {
             train::choose(&session, &source, job, &mut plans)?;
@@ -88,7 +88,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
 }
 
 /// Marks the work that is queued on a stream so far.
-fn mark(cx: &Entered<'_>, stream: &Stream) -> Result<RawEvent> {
+fn mark(cx: &EnterGuard<'_>, stream: &Stream) -> Result<RawEvent> {
     let event = RawEvent::new(cx, false)?;
     event.record(cx, stream.raw())?;
     Ok(event)

@@ -6,7 +6,7 @@ use crate::cuda::abi;
 use crate::cuda::checkpoint::DeviceCheckpoint;
 use crate::cuda::hashes::{HashLaunch, HashPlan};
 use crate::cuda::runtime::copies::{self, CopyRows};
-use crate::cuda::runtime::driver::{self, Entered, Kernel, OwnStream, RawEvent, RawStream};
+use crate::cuda::runtime::driver::{self, EnterGuard, Kernel, OwnStream, RawEvent, RawStream};
 use crate::cuda::runtime::inner::Inner;
 use crate::cuda::runtime::kernels::EncodeKernels;
 use crate::cuda::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
@@ -19,7 +19,7 @@ use zerocopy::{Immutable, IntoBytes};
 /// A stream of the encoder. The host waits for its work before memory is freed or returned to the caller, also after an error.
 pub(super) struct Session<'a> {
     pub device: &'a Arc<Inner>,
-    cx: &'a Entered<'a>,
+    cx: &'a EnterGuard<'a>,
     pub kernels: EncodeKernels,
     stream: Option<OwnStream>,
     after: Option<&'a RawEvent>,
@@ -83,7 +83,7 @@ impl<'a> Session<'a> {
     /// Begins after the work that `after` was recorded behind.
     pub fn new(
         target: &'a DeviceCheckpoint,
-        cx: &'a Entered<'a>,
+        cx: &'a EnterGuard<'a>,
         after: Option<&'a RawEvent>,
         limits: Limits,
         memory: Memory,
@@ -337,9 +337,9 @@ impl Memory {
 }
 
 /// Waits for the work of a session when it is dropped. Declare it after the memory that the work uses.
-pub(super) struct Drained<'a>(pub &'a Session<'a>);
+pub(super) struct SessionGuard<'a>(pub &'a Session<'a>);
 
-impl Drop for Drained<'_> {
+impl Drop for SessionGuard<'_> {
     fn drop(&mut self) {
         if !self.0.stream.as_ref().is_none_or(|stream| stream.is_idle(self.0.cx)) {
             driver::drain(self.0.cx, self.0.raw());

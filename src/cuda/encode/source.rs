@@ -1,7 +1,7 @@
 //! Base and target in device memory: the lanes of each entry of the pair.
 
 use super::form::{FormRange, FormRanges, Formed};
-use super::session::{Drained, Session};
+use super::session::{Session, SessionGuard};
 use crate::checkpoint::TensorInfo;
 use crate::cuda::abi::{self, EncodeChunk};
 use crate::cuda::checkpoint::DeviceCheckpoint;
@@ -190,7 +190,7 @@ impl Source {
         let queued = queued.and_then(|()| if formed.ranges.is_empty() { Ok(()) } else { session.form(&formed) });
         if queued.is_err() {
             // Before the memory is freed.
-            drop(Drained(session));
+            drop(SessionGuard(session));
         }
         queued.map(|()| (described, Some(memory)))
     }

@@ -3,7 +3,7 @@
 
 use super::chunks::{Tables, estimate, memory_of, survey_memory};
 use super::job::Job;
-use super::session::{Drained, Session};
+use super::session::{Session, SessionGuard};
 use super::source::Source;
 use crate::cuda::abi;
 use crate::encode::{Group, PIECE, Pieces, Plan, Surveyor, Trial, TrialResult, choose_ways, group, low_bits, train_with};
@@ -110,7 +110,7 @@ fn sample(
     let low_bits = low_bits(of.dtype, of.from_base);
     let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;
     let (mut chunks, _copies) = source.chunks(session, pieces.iter().copied())?;
-    let _copied = Drained(session);
+    let _copied = SessionGuard(session);
     let memory = survey_memory(&mut chunks);
 
     let row = 1 + u64::from(tokens);
@@ -122,7 +122,7 @@ fn sample(
     let found = session.alloc(8 + u64::from(abi::ENCODE_GROUPS) * row * 8)?;
     memory.place(&mut chunks, &survey, &states);
     let uploaded = session.upload(&chunks)?;
-    let _drained = Drained(session);
+    let _drained = SessionGuard(session);
     session.clear(&states)?;
     session.clear(&counters)?;
     session.clear(&found.slice(0, 8)?)?;

@@ -7,7 +7,7 @@ use super::blob::Blob;
 use super::chunks::{ChunkJob, Survey, Tables, Wave, memory_of_all};
 use super::job::Job;
 use super::payloads::{self, Payloads};
-use super::session::{Drained, Memory, Session};
+use super::session::{Memory, Session, SessionGuard};
 use super::source::Source;
 use crate::cuda::runtime::driver::RawEvent;
 use std::collections::VecDeque;
@@ -50,9 +50,9 @@ struct Surveyed {
 }
 
 /// Why a thread ended early: its error, or `None` if another thread had one.
-struct Ended(Option<Error>);
+struct ThreadEnd(Option<Error>);
 
-impl From<Error> for Ended {
+impl From<Error> for ThreadEnd {
     fn from(error: Error) -> Self {
         Self(Some(error))
     }
@@ -78,12 +78,12 @@ impl Waves<'_, '_> {
             self.tables.get_or_init(|| tables);
             let mut memory = session.take_memory()?;
             memory.shrink(self.job.limits.memory);
-            Ok::<_, Ended>(Surveyed { memory, surveys: first.into_iter().collect() })
+            Ok::<_, ThreadEnd>(Surveyed { memory, surveys: first.into_iter().collect() })
         };
         let mut blob_bytes = 0;
         let finish = |mut assembly: Assembly<'_, W>| {
             blob_bytes = assembly.blob_bytes();
-            Ok::<_, Ended>(assembly.finish(files)?)
+            Ok::<_, ThreadEnd>(assembly.finish(files)?)
         };
         let encoded = if memories.is_empty() {
             // Starting a thread takes longer than it would save.
@@ -96,7 +96,7 @@ impl Waves<'_, '_> {
             self.encode_in_threads(session, memories, train, assembly, finish)
         };
         // Without an error of its own, the caller's thread ended because another one did, whose error is returned.
-        let (used, finished) = encoded.map_err(|Ended(error)| error.unwrap_or(Error::Cancelled))?;
+        let (used, finished) = encoded.map_err(|ThreadEnd(error)| error.unwrap_or(Error::Cancelled))?;
         if let Some(encoder) = self.job.encoder {
             for mut memory in used.into_iter().chain(unused) {
                 memory.blob_bytes = blob_bytes;
@@ -111,10 +111,10 @@ impl Waves<'_, '_> {
         &self,
         session: &Session<'_>,
         memories: Vec<Memory>,
-        train: impl FnOnce(&mut dyn FnMut()) -> Result<Surveyed, Ended>,
+        train: impl FnOnce(&mut dyn FnMut()) -> Result<Surveyed, ThreadEnd>,
         mut assembly: Assembly<'_, W>,
-        finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, Ended>,
-    ) -> Result<(Vec<Memory>, Finished<W>), Ended> {
+        finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, ThreadEnd>,
+    ) -> Result<(Vec<Memory>, Finished<W>), ThreadEnd> {
         let workers = 1 + memories.len();
         let (finished, ended) = thread::scope(|scope| {
             let (mut threads, mut starts, mut receivers) = (Vec::new(), Vec::new(), Vec::new());
@@ -125,10 +125,10 @@ impl Waves<'_, '_> {
                 for (number, memory) in memories.into_iter().flatten().enumerate() {
                     let (start, started) = sync_channel(1);
                     let (sender, receiver) = sync_channel(AHEAD);
-                    let mut sink = move |payloads| sender.send(payloads).map_err(|_| Ended(None));
+                    let mut sink = move |payloads| sender.send(payloads).map_err(|_| ThreadEnd(None));
                     let worker = Worker { number, of: workers, memory };
                     // Without a sender, training has failed.
-                    threads.push(scope.spawn(move || self.work(worker, || started.recv().map_err(|_| Ended(None)), &mut sink)));
+                    threads.push(scope.spawn(move || self.work(worker, || started.recv().map_err(|_| ThreadEnd(None)), &mut sink)));
                     starts.push(start);
                     receivers.push(receiver);
                 }
@@ -147,7 +147,7 @@ impl Waves<'_, '_> {
                     let mut rest = wave.len();
                     while rest > 0 {
                         // Without a sender, the thread has ended with an error.
-                        let payloads = receiver.recv().map_err(|_| Ended(None))?;
+                        let payloads = receiver.recv().map_err(|_| ThreadEnd(None))?;
                         rest -= payloads.chunks.len();
                         assembly.add(session, &payloads)?;
                     }
@@ -159,18 +159,18 @@ impl Waves<'_, '_> {
             // Threads take a while to end.
             let finished = added.and_then(|()| finish(assembly));
             let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-            (finished, ended.collect::<Vec<Result<Memory, Ended>>>())
+            (finished, ended.collect::<Vec<Result<Memory, ThreadEnd>>>())
         });
         // The error that came first is the one of the caller's thread, or else of a thread that has one.
-        if let Err(Ended(Some(error))) = finished {
-            return Err(Ended(Some(error)));
+        if let Err(ThreadEnd(Some(error))) = finished {
+            return Err(ThreadEnd(Some(error)));
         }
         let mut memories = Vec::new();
         for ended in ended {
             match ended {
                 Ok(memory) => memories.push(memory),
-                Err(Ended(Some(error))) => return Err(Ended(Some(error))),
-                Err(Ended(None)) => {}
+                Err(ThreadEnd(Some(error))) => return Err(ThreadEnd(Some(error))),
+                Err(ThreadEnd(None)) => {}
             }
         }
         finished.map(|finished| (memories, finished))
@@ -181,15 +181,15 @@ impl Waves<'_, '_> {
     fn work(
         &self,
         worker: Worker,
-        start: impl FnOnce() -> Result<Surveyed, Ended>,
-        sink: &mut dyn FnMut(Payloads) -> Result<(), Ended>,
-    ) -> Result<Memory, Ended> {
+        start: impl FnOnce() -> Result<Surveyed, ThreadEnd>,
+        sink: &mut dyn FnMut(Payloads) -> Result<(), ThreadEnd>,
+    ) -> Result<Memory, ThreadEnd> {
         let Self { job, source, .. } = *self;
         let waves = self.waves.iter().skip(worker.number).step_by(worker.of);
         let cx = job.target.device().inner.context.enter()?;
         let has_memory = worker.memory.is_some();
         let session = Session::new(job.target, &cx, self.after, job.limits.in_training(), worker.memory.unwrap_or_default())?;
-        let _drained = Drained(&session);
+        let _drained = SessionGuard(&session);
         let mut bytes = 0;
         let ahead = waves.clone().take_while(|jobs| {
             let is_first = bytes == 0;
@@ -200,7 +200,7 @@ impl Waves<'_, '_> {
         let trained = start()?;
         session.extend(trained.memory, job.limits);
         surveys.extend(trained.surveys);
-        let tables = self.tables.get().ok_or(Ended(None))?;
+        let tables = self.tables.get().ok_or(ThreadEnd(None))?;
         for jobs in waves {
             let survey = surveys.pop_front().map_or_else(|| Survey::of_wave(&session, source, jobs), Ok)?;
             let mut wave = Wave::new(&session, tables, jobs, survey)?;

@@ -69,7 +69,7 @@ pub(in crate::cuda) struct Schedule {
     pub order: Vec<u32>,
     pub slices: Vec<Slice>,
     /// Chunks with payloads, in the order of the blob, with their staging offsets.
-    pub staged: Vec<Staged>,
+    pub staged: Vec<StagedPayload>,
     pub staged_bytes: u64,
     /// Records of [`Schedule::span`] with staging offsets, or with device addresses. Empty if all offsets are `shift` plus the offset
     /// in the blob.
@@ -82,7 +82,7 @@ pub(in crate::cuda) struct Schedule {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Staged {
+pub(in crate::cuda) struct StagedPayload {
     pub chunk: u32,
     pub tensor: u32,
     pub at: u64,
@@ -90,7 +90,7 @@ pub(in crate::cuda) struct Staged {
     pub group: Group,
 }
 
-impl Staged {
+impl StagedPayload {
     /// Returns the size in bytes, including the padding.
     pub fn padded_len(&self) -> u64 {
         u64::from(self.bytes).next_multiple_of(PAYLOAD_ALIGN)
@@ -172,7 +172,7 @@ impl Schedule {
                 _ => record.compressed_size.get(),
             };
             if bytes > 0 {
-                let staged = Staged { chunk, tensor, at: self.staged_bytes, bytes, group };
+                let staged = StagedPayload { chunk, tensor, at: self.staged_bytes, bytes, group };
                 self.staged_bytes += staged.padded_len();
                 self.staged.push(staged);
             }
@@ -184,7 +184,7 @@ impl Schedule {
         }
         let Some(start) = self.staged.first() else { return Ok(()) };
         // Payloads are contiguous in the blob, so one shift usually fits all of them.
-        let offset = |staged: &Staged| index.uploaded.records[staged.chunk as usize].blob_offset.get();
+        let offset = |staged: &StagedPayload| index.uploaded.records[staged.chunk as usize].blob_offset.get();
         self.shift = start.at.wrapping_sub(offset(start));
         // Expanded payloads also have other sizes, so they need records of their own.
         if self.has_expanded || !self.staged.iter().all(|staged| staged.at.wrapping_sub(offset(staged)) == self.shift) {

@@ -1,7 +1,7 @@
 //! Copies and fills that are queued on a stream.
 
 use super::calls;
-use super::driver::{Entered, RawStream, check};
+use super::driver::{EnterGuard, RawStream, check};
 use cudarc::driver::sys;
 use std::ptr;
 use tpde_core::error::Result;
@@ -14,7 +14,7 @@ const MAX_PITCH: u64 = i32::MAX as u64;
 /// # Safety
 /// Until the copy has completed, `from` stays unchanged and `to` is device memory. The driver copies pageable memory before it
 /// returns.
-pub(in crate::cuda) unsafe fn copy_in(_: &Entered<'_>, to: u64, from: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
+pub(in crate::cuda) unsafe fn copy_in(_: &EnterGuard<'_>, to: u64, from: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
     if bytes == 0 {
         return Ok(());
     }
@@ -26,7 +26,7 @@ pub(in crate::cuda) unsafe fn copy_in(_: &Entered<'_>, to: u64, from: *const u8,
 ///
 /// # Safety
 /// Until the copy has completed, `to` is host memory without other users, and `from` device memory.
-pub(in crate::cuda) unsafe fn copy_out(_: &Entered<'_>, to: *mut u8, from: u64, bytes: usize, stream: RawStream) -> Result<()> {
+pub(in crate::cuda) unsafe fn copy_out(_: &EnterGuard<'_>, to: *mut u8, from: u64, bytes: usize, stream: RawStream) -> Result<()> {
     if bytes == 0 {
         return Ok(());
     }
@@ -38,7 +38,7 @@ pub(in crate::cuda) unsafe fn copy_out(_: &Entered<'_>, to: *mut u8, from: u64, 
 ///
 /// # Safety
 /// Both are device memory until the copy has completed, and do not overlap.
-pub(in crate::cuda) unsafe fn copy_within(_: &Entered<'_>, to: u64, from: u64, bytes: u64, stream: RawStream) -> Result<()> {
+pub(in crate::cuda) unsafe fn copy_within(_: &EnterGuard<'_>, to: u64, from: u64, bytes: u64, stream: RawStream) -> Result<()> {
     if bytes == 0 {
         return Ok(());
     }
@@ -62,7 +62,7 @@ pub(in crate::cuda) struct CopyRows {
 ///
 /// # Safety
 /// Both are device memory until the copy has completed, and do not overlap.
-pub(in crate::cuda) unsafe fn copy_rows(cx: &Entered<'_>, to: u64, rows: CopyRows, stream: RawStream) -> Result<()> {
+pub(in crate::cuda) unsafe fn copy_rows(cx: &EnterGuard<'_>, to: u64, rows: CopyRows, stream: RawStream) -> Result<()> {
     let CopyRows { from, bytes, pitch, count } = rows;
     if bytes == 0 || count == 0 {
         return Ok(());
@@ -98,7 +98,7 @@ pub(in crate::cuda) unsafe fn copy_rows(cx: &Entered<'_>, to: u64, rows: CopyRow
 ///
 /// # Safety
 /// `to` is device memory of `count` words until the fill has completed.
-pub(in crate::cuda) unsafe fn fill(_: &Entered<'_>, to: u64, word: u32, count: usize, stream: RawStream) -> Result<()> {
+pub(in crate::cuda) unsafe fn fill(_: &EnterGuard<'_>, to: u64, word: u32, count: usize, stream: RawStream) -> Result<()> {
     if count == 0 {
         return Ok(());
     }
@@ -110,7 +110,7 @@ pub(in crate::cuda) unsafe fn fill(_: &Entered<'_>, to: u64, word: u32, count: u
 ///
 /// # Safety
 /// `to` is device memory of `count` bytes until the fill has completed.
-pub(in crate::cuda) unsafe fn fill_bytes(_: &Entered<'_>, to: u64, byte: u8, count: u64, stream: RawStream) -> Result<()> {
+pub(in crate::cuda) unsafe fn fill_bytes(_: &EnterGuard<'_>, to: u64, byte: u8, count: u64, stream: RawStream) -> Result<()> {
     if count == 0 {
         return Ok(());
     }

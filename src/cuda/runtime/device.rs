@@ -86,7 +86,7 @@ impl Device {
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver refuses.
     pub fn beside_captures<T>(&self, work: impl FnOnce() -> T) -> Result<T> {
-        let _relaxed = driver::Relaxed::new()?;
+        let _relaxed = driver::RelaxedCapture::new()?;
         Ok(work())
     }
 

@@ -1,6 +1,6 @@
 //! The driver, loaded at its first use: errors, devices, contexts, streams and events.
 //!
-//! Owners of handles free them. Every call that needs a current context takes [`Entered`]. This guard pushes the context, and
+//! Owners of handles free them. Every call that needs a current context takes [`EnterGuard`]. This guard pushes the context, and
 //! pops it when it is dropped. The caller's current context is unchanged afterwards.
 
 use super::calls::{self, Code};
@@ -109,12 +109,13 @@ impl Context {
         Ok(Self { device, raw })
     }
 
-    /// Makes the context current until the guard is dropped. Captures of other streams forbid no call meanwhile, see [`Relaxed`].
-    pub fn enter(&self) -> Result<Entered<'_>> {
-        let relaxed = Relaxed::new()?;
+    /// Makes the context current until the guard is dropped. Captures of other streams forbid no call meanwhile:
+    /// see [`RelaxedCapture`].
+    pub fn enter(&self) -> Result<EnterGuard<'_>> {
+        let relaxed = RelaxedCapture::new()?;
         // SAFETY: the context is retained while `self` lives, which the guard borrows.
         check(unsafe { calls::cuCtxPushCurrent_v2(self.raw) }, "make the device's context current")?;
-        Ok(Entered { context: self, _relaxed: relaxed, here: PhantomData })
+        Ok(EnterGuard { context: self, _relaxed: relaxed, here: PhantomData })
     }
 
     pub fn attribute(&self, which: sys::CUdevice_attribute) -> Result<c_int> {
@@ -152,20 +153,20 @@ fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_
 }
 
 /// Guard: while it lives, the context is current for this thread.
-pub(in crate::cuda) struct Entered<'a> {
+pub(in crate::cuda) struct EnterGuard<'a> {
     context: &'a Context,
-    _relaxed: Relaxed,
+    _relaxed: RelaxedCapture,
     /// Not `Send`: a context is current per thread.
     here: PhantomData<*const ()>,
 }
 
-impl Entered<'_> {
+impl EnterGuard<'_> {
     pub fn context(&self) -> &Context {
         self.context
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for EnterGuard<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
         // SAFETY: undoes the push of `enter`. Guards are dropped in reverse order, because each is a local variable.
@@ -186,7 +187,7 @@ unsafe impl Send for OwnStream {}
 unsafe impl Sync for OwnStream {}
 
 impl OwnStream {
-    pub fn new(_: &Entered<'_>) -> Result<Self> {
+    pub fn new(_: &EnterGuard<'_>) -> Result<Self> {
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is valid for a stream.
@@ -195,7 +196,7 @@ impl OwnStream {
     }
 
     /// Creates a stream whose blocks start before those of other streams.
-    pub fn urgent(_: &Entered<'_>) -> Result<Self> {
+    pub fn urgent(_: &EnterGuard<'_>) -> Result<Self> {
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `raw` is valid for a stream. The driver clamps the priority to its range.
@@ -208,13 +209,13 @@ impl OwnStream {
     }
 
     /// Returns whether all queued work has completed.
-    pub fn is_idle(&self, _: &Entered<'_>) -> bool {
+    pub fn is_idle(&self, _: &EnterGuard<'_>) -> bool {
         // SAFETY: the stream is alive.
         unsafe { calls::cuStreamQuery(self.0) == calls::Code::SUCCESS }
     }
 
     /// Destroys the stream. Work queued on it still runs.
-    pub fn destroy(&mut self, _: &Entered<'_>) {
+    pub fn destroy(&mut self, _: &EnterGuard<'_>) {
         // SAFETY: made in `new`; the owner does not use it afterwards.
         unsafe { calls::cuStreamDestroy_v2(self.0) };
     }
@@ -223,7 +224,7 @@ impl OwnStream {
 /// Waits on the host for all work of a stream. It is called after errors that leave no event to wait for. If the call fails,
 /// waits for all work of the context. If that fails too, the context is lost and its work has ended.
 #[cold]
-pub(in crate::cuda) fn drain(_: &Entered<'_>, stream: RawStream) {
+pub(in crate::cuda) fn drain(_: &EnterGuard<'_>, stream: RawStream) {
     // SAFETY: the stream is ours or promised by the caller, and the context is current.
     unsafe {
         if calls::cuStreamSynchronize(stream) != Code::SUCCESS {
@@ -243,7 +244,7 @@ unsafe impl Sync for RawEvent {}
 
 impl RawEvent {
     /// Creates an event. An event without timing is cheaper.
-    pub fn new(_: &Entered<'_>, timed: bool) -> Result<Self> {
+    pub fn new(_: &EnterGuard<'_>, timed: bool) -> Result<Self> {
         let mut raw = ptr::null_mut();
         let flags = if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
         // SAFETY: `raw` is valid for an event.
@@ -252,25 +253,25 @@ impl RawEvent {
     }
 
     /// Records the event behind all work queued on the stream so far.
-    pub fn record(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
+    pub fn record(&self, _: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: both handles are alive: the event is ours, and streams are ours or promised by the caller.
         check(unsafe { calls::cuEventRecord(self.0, stream) }, "record an event")
     }
 
     /// Makes later work of the stream wait for the event. The host does not wait.
-    pub fn hold(&self, _: &Entered<'_>, stream: RawStream) -> Result<()> {
+    pub fn hold(&self, _: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: as in `record`.
         check(unsafe { calls::cuStreamWaitEvent(stream, self.0, 0) }, "make a stream wait for an event")
     }
 
     /// Waits on the host until the event has completed.
-    pub fn wait(&self, _: &Entered<'_>) -> Result<()> {
+    pub fn wait(&self, _: &EnterGuard<'_>) -> Result<()> {
         // SAFETY: the event is ours.
         check(unsafe { calls::cuEventSynchronize(self.0) }, "finish work on the device")
     }
 
     /// Returns whether the event has completed.
-    pub fn is_passed(&self, _: &Entered<'_>) -> Result<bool> {
+    pub fn is_passed(&self, _: &EnterGuard<'_>) -> Result<bool> {
         // SAFETY: the event is ours.
         match unsafe { calls::cuEventQuery(self.0) } {
             Code::NOT_READY => Ok(false),
@@ -279,7 +280,7 @@ impl RawEvent {
     }
 
     /// Returns the milliseconds from `start` to this event. Both events must be timed and completed.
-    pub fn since(&self, _: &Entered<'_>, start: &Self) -> Result<f32> {
+    pub fn since(&self, _: &EnterGuard<'_>, start: &Self) -> Result<f32> {
         let mut milliseconds = 0.0;
         // SAFETY: both events are ours, and `milliseconds` is valid for a float.
         check(unsafe { calls::cuEventElapsedTime(&mut milliseconds, start.0, self.0) }, "measure the time between two events")?;
@@ -295,7 +296,7 @@ impl Drop for RawEvent {
 }
 
 /// Returns whether the stream is being captured into a graph.
-pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Result<bool> {
+pub(in crate::cuda) fn is_capturing(_: &EnterGuard<'_>, stream: RawStream) -> Result<bool> {
     // The status is a number instead of an enum, as for result codes.
     let mut status = 0u32;
     // SAFETY: the stream is ours or promised by the caller, and `status` has the size of a status.
@@ -306,9 +307,9 @@ pub(in crate::cuda) fn is_capturing(_: &Entered<'_>, stream: RawStream) -> Resul
 /// Guard: allows this thread to make calls, like allocations, that a capture elsewhere in the process forbids. They do not become
 /// part of the graph. Without it, such a call would also end the capture.
 #[derive(Debug)]
-pub(in crate::cuda) struct Relaxed(u32);
+pub(in crate::cuda) struct RelaxedCapture(u32);
 
-impl Relaxed {
+impl RelaxedCapture {
     pub fn new() -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32;
         // SAFETY: `mode` has the size of a mode. It is exchanged with the thread's mode.
@@ -317,7 +318,7 @@ impl Relaxed {
     }
 }
 
-impl Drop for Relaxed {
+impl Drop for RelaxedCapture {
     fn drop(&mut self) {
         // SAFETY: as in `new`, in reverse.
         unsafe { calls::cuThreadExchangeStreamCaptureMode((&raw mut self.0).cast()) };
@@ -335,7 +336,7 @@ unsafe impl Sync for Module {}
 
 impl Module {
     /// Compiles PTX for the device.
-    pub fn load(_: &Entered<'_>, ptx: &str) -> Result<Self> {
+    pub fn load(_: &EnterGuard<'_>, ptx: &str) -> Result<Self> {
         let image = CString::new(ptx).map_err(|_| Error::InvalidArgument("PTX with a NUL".into()))?;
         let mut log = [0u8; 2048];
         let mut options = [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
@@ -354,7 +355,7 @@ impl Module {
     }
 
     /// Prepares a kernel of the module for launches. It is valid until the module is [unloaded](Module::unload).
-    pub fn kernel(&self, _: &Entered<'_>, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
+    pub fn kernel(&self, _: &EnterGuard<'_>, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
         let name = CString::new(name).map_err(|_| Error::InvalidArgument("a kernel's name with a NUL".into()))?;
         let mut function = ptr::null_mut();
         // SAFETY: the module is loaded, and the name is terminated.
@@ -376,7 +377,7 @@ impl Module {
     ///
     /// # Safety
     /// All work that uses its functions has completed.
-    pub unsafe fn unload(self, _: &Entered<'_>) {
+    pub unsafe fn unload(self, _: &EnterGuard<'_>) {
         // SAFETY: promised by the caller.
         unsafe { calls::cuModuleUnload(self.0) };
     }
@@ -399,7 +400,7 @@ impl Kernel {
     /// Compiles a kernel for the device and prepares it for launches.
     ///
     /// The kernel is valid until the owner of the module [unloads](Module::unload) it.
-    pub fn load(cx: &Entered<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
+    pub fn load(cx: &EnterGuard<'_>, ptx: &str, name: &str, threads: u32, shared: u32) -> Result<(Self, Module)> {
         let module = Module::load(cx, ptx)?;
         Ok((module.kernel(cx, name, threads, shared)?, module))
     }
@@ -414,7 +415,7 @@ impl Kernel {
     ///
     /// # Safety
     /// The parameter has the kernel's type, and its pointers remain valid until the launch has completed.
-    pub unsafe fn launch<T>(&self, _: &Entered<'_>, stream: RawStream, blocks: u32, parameter: &T) -> Result<()> {
+    pub unsafe fn launch<T>(&self, _: &EnterGuard<'_>, stream: RawStream, blocks: u32, parameter: &T) -> Result<()> {
         let mut parameters = [ptr::from_ref(parameter).cast_mut().cast::<c_void>()];
         let (grid, block, parameters) = (blocks, self.threads, parameters.as_mut_ptr());
         // SAFETY: the driver copies the parameter before it returns. The rest is promised by the caller.

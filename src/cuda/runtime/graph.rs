@@ -1,7 +1,7 @@
 //! Graphs of callers: the capture of a stream, and the destruction of the graph.
 
 use super::calls;
-use super::driver::{Entered, RawStream, check};
+use super::driver::{EnterGuard, RawStream, check};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr;
@@ -17,7 +17,7 @@ pub struct Graph {
 
 impl Graph {
     /// Returns the graph that the stream is being captured into.
-    pub(in crate::cuda) fn of_capture(cx: &Entered<'_>, stream: RawStream) -> Result<Self> {
+    pub(in crate::cuda) fn of_capture(cx: &EnterGuard<'_>, stream: RawStream) -> Result<Self> {
         let not_captured = || Error::InvalidArgument("the stream is not being captured".into());
         let (_, graph) = capture(cx, stream)?.ok_or_else(not_captured)?;
         let is_destroyed = Arc::new(AtomicBool::new(false));
@@ -57,12 +57,12 @@ unsafe extern "C" fn destroyed(flag: *mut c_void) {
 }
 
 /// Returns the id of the capture of the stream, or `None` if the stream is not being captured.
-pub(in crate::cuda) fn capture_id(cx: &Entered<'_>, stream: RawStream) -> Result<Option<u64>> {
+pub(in crate::cuda) fn capture_id(cx: &EnterGuard<'_>, stream: RawStream) -> Result<Option<u64>> {
     Ok(capture(cx, stream)?.map(|(id, _)| id))
 }
 
 /// Returns the id and the graph of the capture of the stream, or `None` if the stream is not being captured.
-fn capture(_: &Entered<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgraph)>> {
+fn capture(_: &EnterGuard<'_>, stream: RawStream) -> Result<Option<(u64, sys::CUgraph)>> {
     // The status is a number instead of an enum, as for result codes.
     let (mut status, mut id, mut graph) = (0u32, 0, ptr::null_mut());
     let (status_pointer, no_list, no_count) = ((&raw mut status).cast(), ptr::null_mut(), ptr::null_mut());

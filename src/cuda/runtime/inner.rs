@@ -1,7 +1,7 @@
 //! State that all clones of a device share. It ensures that memory is not freed while a stream uses it.
 
 use super::copies;
-use super::driver::{self, Context, Entered, OwnStream, RawEvent, RawStream};
+use super::driver::{self, Context, EnterGuard, OwnStream, RawEvent, RawStream};
 use super::kernels::Kernels;
 use super::pools::Pools;
 use super::scratch::Scratch;
@@ -33,7 +33,7 @@ impl Inner {
     }
 
     /// Waits on the host for the work queued on a stream of this crate. Also after an error, none of this work is still running.
-    pub fn wait_for(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+    pub fn wait_for(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         let event = RawEvent::new(cx, false);
         let waited = event.and_then(|event| event.record(cx, stream).and_then(|()| event.wait(cx)));
         waited.inspect_err(|_| driver::drain(cx, stream))
@@ -41,7 +41,7 @@ impl Inner {
 
     /// Makes the reaper wait for this point of the stream. Memory that the stream uses is not freed before this point. If the
     /// driver refuses, waits on the host. So the memory may be freed after an error too.
-    pub fn hold_memory(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+    pub fn hold_memory(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         match RawEvent::new(cx, false) {
             Ok(event) => self.hold_memory_until(cx, &event, stream),
             Err(e) => {
@@ -52,19 +52,19 @@ impl Inner {
     }
 
     /// As [`Inner::hold_memory`], with an event of the caller.
-    pub fn hold_memory_until(&self, cx: &Entered<'_>, event: &RawEvent, stream: RawStream) -> Result<()> {
+    pub fn hold_memory_until(&self, cx: &EnterGuard<'_>, event: &RawEvent, stream: RawStream) -> Result<()> {
         let held = event.record(cx, stream).and_then(|()| event.hold(cx, self.pools.reaper.raw()));
         held.inspect_err(|_| driver::drain(cx, stream))
     }
 
     /// Returns a guard for queueing work that uses memory of this crate, see [`Queueing`].
-    pub fn queueing<'a>(&'a self, cx: &'a Entered<'a>, stream: RawStream) -> Queueing<'a> {
+    pub fn queueing<'a>(&'a self, cx: &'a EnterGuard<'a>, stream: RawStream) -> Queueing<'a> {
         Queueing { device: self, cx, stream, is_held: false }
     }
 
     /// Returns the scratch memory for [`InPlace::ChunkByChunk`](crate::InPlace). The first call allocates it: about 1 MiB per
     /// multiprocessor, independent of tensor sizes.
-    pub fn scratch(&self, cx: &Entered<'_>) -> Result<Scratch> {
+    pub fn scratch(&self, cx: &EnterGuard<'_>) -> Result<Scratch> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(scratch) = *scratch {
             return Ok(scratch);
@@ -103,7 +103,7 @@ impl Drop for Inner {
 /// Declare the guard after the memory, because it must be dropped first.
 pub(in crate::cuda) struct Queueing<'a> {
     device: &'a Inner,
-    cx: &'a Entered<'a>,
+    cx: &'a EnterGuard<'a>,
     stream: RawStream,
     is_held: bool,
 }

@@ -1,6 +1,6 @@
 //! The kernels, compiled for a device.
 
-use super::driver::{Context, Entered, Kernel, Module};
+use super::driver::{Context, EnterGuard, Kernel, Module};
 use super::ptx::{self, Ptx};
 use crate::cuda::abi;
 use std::sync::{Mutex, PoisonError};
@@ -79,7 +79,7 @@ pub(in crate::cuda) struct EncodeKernels {
 }
 
 impl Kernels {
-    pub fn load(cx: &Entered<'_>) -> Result<Self> {
+    pub fn load(cx: &EnterGuard<'_>) -> Result<Self> {
         let mut modules = Vec::new();
         let mut load = |ptx: Ptx, name, threads, shared| -> Result<Kernel> {
             let (kernel, module) = Kernel::load(cx, &ptx.text()?, name, threads, shared)?;
@@ -169,7 +169,7 @@ impl Kernels {
         module
     }
 
-    fn load_more(&self, cx: &Entered<'_>, ptx: Ptx, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
+    fn load_more(&self, cx: &EnterGuard<'_>, ptx: Ptx, name: &str, threads: u32, shared: u32) -> Result<Kernel> {
         let (kernel, module) = Kernel::load(cx, &ptx.text()?, name, threads, shared)?;
         self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module);
         Ok(kernel)
@@ -179,7 +179,7 @@ impl Kernels {
     ///
     /// # Safety
     /// All launches have completed.
-    pub unsafe fn unload(&mut self, cx: &Entered<'_>) {
+    pub unsafe fn unload(&mut self, cx: &EnterGuard<'_>) {
         for module in self.modules.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             // SAFETY: promised by the caller.
             unsafe { module.unload(cx) };
@@ -188,7 +188,7 @@ impl Kernels {
 }
 
 /// Returns the value of the cell, or loads it.
-fn load_once<T: Copy>(cell: &Mutex<Option<T>>, context: &Context, load: impl FnOnce(&Entered<'_>) -> Result<T>) -> Result<T> {
+fn load_once<T: Copy>(cell: &Mutex<Option<T>>, context: &Context, load: impl FnOnce(&EnterGuard<'_>) -> Result<T>) -> Result<T> {
     let mut cell = cell.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(loaded) = *cell {
         return Ok(loaded);

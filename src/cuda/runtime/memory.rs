@@ -1,6 +1,6 @@
 //! Device memory and pinned host memory, with their owners.
 
-use super::driver::Entered;
+use super::driver::EnterGuard;
 use super::inner::Inner;
 use super::layout::MEMORY_ALIGN;
 use tpde_core::error::{Error, Result};
@@ -17,7 +17,7 @@ pub(in crate::cuda) struct Allocation {
 }
 
 impl Allocation {
-    pub fn new(device: &Arc<Inner>, cx: &Entered<'_>, bytes: u64) -> Result<Self> {
+    pub fn new(device: &Arc<Inner>, cx: &EnterGuard<'_>, bytes: u64) -> Result<Self> {
         Ok(Self { device: device.clone(), address: device.pools.allocate(cx, bytes)? })
     }
 
@@ -132,14 +132,14 @@ unsafe impl Send for PinnedBuffer {}
 unsafe impl Sync for PinnedBuffer {}
 
 impl PinnedBuffer {
-    pub(in crate::cuda) fn new(device: &Arc<Inner>, cx: &Entered<'_>, bytes: usize) -> Result<Self> {
+    pub(in crate::cuda) fn new(device: &Arc<Inner>, cx: &EnterGuard<'_>, bytes: usize) -> Result<Self> {
         let (start, capacity) = device.pools.pin(cx, bytes)?;
         Ok(Self { device: device.clone(), start, bytes, capacity })
     }
 
     /// Returns a buffer with `parts`, pairs of offset and content.
-    pub(in crate::cuda) fn with_parts(device: &Arc<Inner>, cx: &Entered<'_>, bytes: u64, parts: &[(u64, &[u8])]) -> Result<Self> {
-        let mut pinned = Self::new(device, cx, bytes as usize)?;
+    pub(in crate::cuda) fn with_parts(device: &Arc<Inner>, cx: &EnterGuard<'_>, size: u64, parts: &[(u64, &[u8])]) -> Result<Self> {
+        let mut pinned = Self::new(device, cx, size as usize)?;
         for (start, part) in parts {
             pinned[*start as usize..][..part.len()].copy_from_slice(part);
         }

@@ -5,7 +5,7 @@
 //! reaper has passed its last use.
 
 use super::calls;
-use super::driver::{Entered, OwnStream, RawEvent, RawStream, check};
+use super::driver::{EnterGuard, OwnStream, RawEvent, RawStream, check};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -51,7 +51,7 @@ pub(in crate::cuda) struct Mark<'a> {
 
 impl Mark<'_> {
     /// Makes later work of the stream wait for this point.
-    pub fn hold(&self, cx: &Entered<'_>, stream: RawStream) -> Result<()> {
+    pub fn hold(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         self.event.hold(cx, stream)
     }
 }
@@ -74,7 +74,7 @@ struct Block {
 unsafe impl Send for Block {}
 
 impl Pools {
-    pub fn new(cx: &Entered<'_>) -> Result<Self> {
+    pub fn new(cx: &EnterGuard<'_>) -> Result<Self> {
         let supported = cx.context().attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
         let pool = if supported { Some(make_pool(cx)?) } else { None };
         Ok(Self {
@@ -89,26 +89,26 @@ impl Pools {
     }
 
     /// Returns an idle stream, or creates a stream, which is slow.
-    pub fn stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
+    pub fn stream(&self, cx: &EnterGuard<'_>) -> Result<OwnStream> {
         let kept = self.streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| OwnStream::new(cx), Ok)
     }
 
     /// Returns an idle stream of high priority, or creates one, which is slow.
-    pub fn urgent_stream(&self, cx: &Entered<'_>) -> Result<OwnStream> {
+    pub fn urgent_stream(&self, cx: &EnterGuard<'_>) -> Result<OwnStream> {
         let kept = self.urgent_streams.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| OwnStream::urgent(cx), Ok)
     }
 
     /// Records an event behind the work queued on a stream.
-    pub fn mark(&self, cx: &Entered<'_>, stream: RawStream) -> Result<Mark<'_>> {
+    pub fn mark(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<Mark<'_>> {
         let mark = Mark { event: self.event(cx)?, pools: self };
         mark.event.record(cx, stream)?;
         Ok(mark)
     }
 
     /// Returns an event without timing, for one owner. Waits that were queued for its earlier records are not affected.
-    fn event(&self, cx: &Entered<'_>) -> Result<Arc<RawEvent>> {
+    fn event(&self, cx: &EnterGuard<'_>) -> Result<Arc<RawEvent>> {
         let kept = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.map_or_else(|| RawEvent::new(cx, false).map(Arc::new), Ok)
     }
@@ -122,16 +122,16 @@ impl Pools {
     }
 
     /// Returns a stream to the pool.
-    pub fn take_back(&self, cx: &Entered<'_>, stream: OwnStream) {
+    pub fn take_back(&self, cx: &EnterGuard<'_>, stream: OwnStream) {
         keep(&self.streams, cx, stream);
     }
 
     /// Returns a stream of high priority to the pool.
-    pub fn take_back_urgent(&self, cx: &Entered<'_>, stream: OwnStream) {
+    pub fn take_back_urgent(&self, cx: &EnterGuard<'_>, stream: OwnStream) {
         keep(&self.urgent_streams, cx, stream);
     }
 
-    pub fn allocate(&self, cx: &Entered<'_>, bytes: u64) -> Result<u64> {
+    pub fn allocate(&self, cx: &EnterGuard<'_>, bytes: u64) -> Result<u64> {
         let action = "allocate device memory";
         let bytes = usize::try_from(bytes.max(1)).map_err(|_| Error::InvalidArgument(format!("{bytes} bytes of device memory")))?;
         let mut address = 0;
@@ -163,7 +163,7 @@ impl Pools {
         }
     }
 
-    pub fn pin(&self, cx: &Entered<'_>, bytes: usize) -> Result<(NonNull<u8>, usize)> {
+    pub fn pin(&self, cx: &EnterGuard<'_>, bytes: usize) -> Result<(NonNull<u8>, usize)> {
         let capacity = match bytes {
             ..=PINNED_STEP => Some(bytes.max(4096).next_power_of_two()),
             _ => bytes.checked_next_multiple_of(PINNED_STEP),
@@ -192,7 +192,7 @@ impl Pools {
         Ok((start, capacity))
     }
 
-    pub fn unpin(&self, cx: Option<&Entered<'_>>, start: NonNull<u8>, capacity: usize) {
+    pub fn unpin(&self, cx: Option<&EnterGuard<'_>>, start: NonNull<u8>, capacity: usize) {
         let Some(cx) = cx else { return }; // the context is lost
         let event = self.event(cx).and_then(|event| event.record(cx, self.reaper.raw()).map(|()| event));
         // Without an event the end of its last use is unknown: leak the memory.
@@ -203,7 +203,7 @@ impl Pools {
     }
 
     /// Frees everything, after waiting for the reaper.
-    pub fn destroy(&mut self, cx: &Entered<'_>) {
+    pub fn destroy(&mut self, cx: &EnterGuard<'_>) {
         // SAFETY: the device is being dropped, so there are no other users; the reaper has waited for their last uses.
         unsafe {
             calls::cuStreamSynchronize(self.reaper.raw());
@@ -223,13 +223,13 @@ impl Pools {
     }
 }
 
-fn keep(streams: &Mutex<Vec<OwnStream>>, cx: &Entered<'_>, mut stream: OwnStream) {
+fn keep(streams: &Mutex<Vec<OwnStream>>, cx: &EnterGuard<'_>, mut stream: OwnStream) {
     let is_idle = stream.is_idle(cx);
     let mut streams = streams.lock().unwrap_or_else(PoisonError::into_inner);
     if is_idle && streams.len() < STREAMS { streams.push(stream) } else { stream.destroy(cx) }
 }
 
-fn make_pool(cx: &Entered<'_>) -> Result<Pool> {
+fn make_pool(cx: &EnterGuard<'_>) -> Result<Pool> {
     let mut pool = ptr::null_mut();
     // SAFETY: all zeros is a value of this struct of integers and pointers: no handle type, no limit.
     let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };

@@ -2,7 +2,7 @@
 
 use super::calls;
 use super::copies;
-use super::driver::{self, Entered, RawEvent, RawStream, check};
+use super::driver::{self, EnterGuard, RawEvent, RawStream, check};
 use cudarc::driver::sys;
 use rayon::prelude::*;
 use std::ptr::{self, NonNull};
@@ -29,7 +29,7 @@ pub(in crate::cuda) struct StagingRing {
 unsafe impl Send for StagingRing {}
 
 impl StagingRing {
-    pub fn new(cx: &Entered<'_>) -> Result<Self> {
+    pub fn new(cx: &EnterGuard<'_>) -> Result<Self> {
         let mut start = ptr::null_mut();
         let action = "pin the staging ring";
         // SAFETY: `start` is valid for a pointer.
@@ -49,7 +49,7 @@ impl StagingRing {
     /// `to` is device memory of `bytes` bytes until the copy has completed.
     pub unsafe fn send(
         &mut self,
-        cx: &Entered<'_>,
+        cx: &EnterGuard<'_>,
         copy: RawStream,
         to: u64,
         bytes: usize,
@@ -74,7 +74,7 @@ impl StagingRing {
     ///
     /// # Safety
     /// As [`StagingRing::send`], for all of the bytes.
-    pub unsafe fn send_bytes(&mut self, cx: &Entered<'_>, copy: RawStream, to: u64, bytes: &[u8]) -> Result<()> {
+    pub unsafe fn send_bytes(&mut self, cx: &EnterGuard<'_>, copy: RawStream, to: u64, bytes: &[u8]) -> Result<()> {
         for (i, piece) in bytes.chunks(SLOT_BYTES).enumerate() {
             let fill = |slot: &mut [u8]| {
                 slot.copy_from_slice(piece);
@@ -87,7 +87,7 @@ impl StagingRing {
     }
 
     /// Waits for the last copies, and frees the memory.
-    pub fn destroy(&mut self, cx: &Entered<'_>) {
+    pub fn destroy(&mut self, cx: &EnterGuard<'_>) {
         self.events.drain(..).for_each(|event| _ = event.wait(cx));
         // SAFETY: allocated in `new`. No copy reads it any more, and the owner is being dropped.
         unsafe { calls::cuMemFreeHost(self.start.as_ptr().cast()) };

@@ -2,7 +2,7 @@
 
 use super::calls;
 use super::copies;
-use super::driver::{self, Entered, RawEvent, RawStream};
+use super::driver::{self, EnterGuard, RawEvent, RawStream};
 use super::graph::{self, Graph};
 use super::inner::Inner;
 use super::memory::{DeviceSlice, PinnedBuffer, same_length};
@@ -112,7 +112,7 @@ impl Stream {
     }
 
     /// Checks the memory and makes the context current.
-    fn begin(&self, memory: &[&DeviceSlice]) -> Result<Entered<'_>> {
+    fn begin(&self, memory: &[&DeviceSlice]) -> Result<EnterGuard<'_>> {
         memory.iter().try_for_each(|slice| slice.check_device(&self.device))?;
         let cx = self.device.context.enter()?;
         // A graph could run after the memory is freed. And the reaper must not become part of the graph.

@@ -115,7 +115,7 @@ impl Encoder {
         let Difference { base, changed, .. } = difference;
         let choice = match tables {
             Some(tables) if changed != 0 => {
-                let Chosen { choice, coded, .. } = self.choose::<L>(difference, tables, low_bits, decode_cost);
+                let Params { choice, coded, .. } = self.choose::<L>(difference, tables, low_bits, decode_cost);
                 Some((choice.cost, coded))
             }
             _ => None,
@@ -124,7 +124,7 @@ impl Encoder {
     }
 
     /// Chooses activities and maps, and finds the coded lanes. If there are low bits, sets the mask of all lanes.
-    fn choose<L: Lane>(&mut self, difference: Difference<'_>, tables: &TableSet, low_bits: u32, decode_cost: DecodeCost) -> Chosen {
+    fn choose<L: Lane>(&mut self, difference: Difference<'_>, tables: &TableSet, low_bits: u32, decode_cost: DecodeCost) -> Params {
         let Difference { dtype, base, target, masks, changed } = difference;
         let model = model_of(&mut self.model, tables, low_bits, L::BYTES);
         let split = Split::for_lanes::<L>(base, target, dtype, low_bits);
@@ -138,7 +138,7 @@ impl Encoder {
         let classifier = Classifier { dtype, maps: &choice.maps, states: STEP };
         self.coded.find::<L>(self.platform, classifier, &levels, base, None, None);
         let coded = self.coded.masks().iter().map(|mask| mask.count_ones() as usize).sum();
-        Chosen { split, choice, levels, coded }
+        Params { split, choice, levels, coded }
     }
 
     /// Encodes the chunk with tables. Returns false if a value has no token and cannot be an exception.
@@ -151,7 +151,7 @@ impl Encoder {
         payload: &mut Vec<u8>,
     ) -> bool {
         let Difference { dtype, base, target, masks, .. } = difference;
-        let Chosen { split, choice, levels, coded } = self.choose::<L>(difference, tables, low_bits, decode_cost);
+        let Params { split, choice, levels, coded } = self.choose::<L>(difference, tables, low_bits, decode_cost);
         let model = model_of(&mut self.model, tables, low_bits, L::BYTES);
         // Masks of the lanes that have a value: the changed lanes, or with low bits all lanes.
         let valued = if low_bits == 0 { masks } else { &self.all };
@@ -216,7 +216,7 @@ impl Encoder {
 }
 
 /// What is chosen for a chunk with tables.
-struct Chosen {
+struct Params {
     split: Split,
     choice: Choice,
     /// Activity of each block.

@@ -1,7 +1,7 @@
 //! Decoding and encoding of streams (`spec/codecs.md` section 4.5).
 
 use super::tables::{Lookup, SCALE, SCALE_LOG2, base_value, extra_bits, token_of, tokens_within};
-use crate::codec::simd::{Broken, DecodeTable, EncodeTable, GROUP, Platform, Prefetch, ReverseWriter, STEP, StreamSteps, Words};
+use crate::codec::simd::{DecodeTable, EncodeTable, Fault, GROUP, Platform, Prefetch, ReverseWriter, STEP, StreamSteps, Words};
 use crate::error::{Error, Result, Rule};
 use crate::lane::Lane;
 use crate::prelude::*;
@@ -124,7 +124,7 @@ fn step<L: Lane>(
     states: &mut [u32; STEP],
     classes: &[u8],
     values: &mut [L::Le],
-) -> Result<(), Broken> {
+) -> Result<(), Fault> {
     let mut found_tokens = [0u8; STEP];
     let mut largest = 0;
     for ((state, class), found) in states.iter_mut().zip(classes).zip(&mut found_tokens) {
@@ -132,7 +132,7 @@ fn step<L: Lane>(
         let entry = lookup.entries[usize::from(*class) << SCALE_LOG2 | slot as usize];
         let (start, frequency, token) = (entry & 0xFFF, (entry >> 12 & 0xFFF) + 1, (entry >> 24) as u8);
         if usize::from(token) >= tokens {
-            return Err(Broken::Value);
+            return Err(Fault::Value);
         }
         *state = words.renormalize(frequency * (*state >> SCALE_LOG2) + slot - start)?;
         *found = token;
@@ -221,10 +221,10 @@ fn broken(expected: &str, found: &str) -> Error {
 }
 
 #[cold]
-fn to_error(why: Broken) -> Error {
+fn to_error(why: Fault) -> Error {
     match why {
-        Broken::Short => broken("a word for every state that needs one", "the end of the stream"),
-        Broken::Value => Rule::PayloadDeltas.broken("values that fit", "a token of larger values"),
+        Fault::Short => broken("a word for every state that needs one", "the end of the stream"),
+        Fault::Value => Rule::PayloadDeltas.broken("values that fit", "a token of larger values"),
     }
 }
 

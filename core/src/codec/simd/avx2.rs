@@ -1,7 +1,7 @@
 //! Inner loops with AVX2 and BMI2.
 
 use super::types::{
-    Broken, CLASS_BITS, CompactedLanes, CountTile, CountTiles, DIGIT_BITS, DIRECT, EXTRA_BIAS, Entry, GROUP, HALF, ROWS,
+    CLASS_BITS, CompactedLanes, CountTile, CountTiles, DIGIT_BITS, DIRECT, EXTRA_BIAS, Entry, Fault, GROUP, HALF, ROWS,
     StreamSteps, TILE_TOKENS, Tiles, Words,
 };
 use crate::lane::Lane;
@@ -151,7 +151,7 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
     entries: &[Entry],
     tokens: u32,
     streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
-) -> Result<(), Broken> {
+) -> Result<(), Fault> {
     streams.into_iter().try_for_each(
         #[inline(always)]
         |stream| decode_stream::<L, H>(entries, tokens, stream),
@@ -159,11 +159,7 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
 }
 
 #[target_feature(enable = "avx2,bmi2,popcnt")]
-fn decode_stream<L: Lane, const H: usize>(
-    entries: &[Entry],
-    tokens: u32,
-    stream: StreamSteps<'_, '_, L::Le>,
-) -> Result<(), Broken> {
+fn decode_stream<L: Lane, const H: usize>(entries: &[Entry], tokens: u32, stream: StreamSteps<'_, '_, L::Le>) -> Result<(), Fault> {
     let StreamSteps { words, states, classes, values, changed } = stream;
     let (classes, values) = (classes.as_chunks::<GROUP>().0, values.as_chunks_mut::<GROUP>().0);
     let zero = _mm256_setzero_si256();
@@ -195,7 +191,7 @@ fn decode_stream<L: Lane, const H: usize>(
                 wide = _mm256_or_si256(wide, _mm256_cmpgt_epi32(tokens_of_half, last_direct));
                 let beyond = _mm256_cmpgt_epi32(tokens_of_half, _mm256_set1_epi32(tokens as i32 - 1));
                 if _mm256_testz_si256(beyond, beyond) == 0 {
-                    return Err(Broken::Value);
+                    return Err(Fault::Value);
                 }
                 let frequency_minus_1 = _mm256_and_si256(_mm256_srli_epi32::<12>(entry), low);
                 let quotient = _mm256_srli_epi32::<12>(state);
@@ -273,7 +269,7 @@ static EXPAND: [[u8; 8]; 256] = {
 /// [`Words::renormalize`] for 8 states, in order.
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
-fn renormalize(x: __m256i, words: &mut Words<'_>) -> Result<__m256i, Broken> {
+fn renormalize(x: __m256i, words: &mut Words<'_>) -> Result<__m256i, Fault> {
     let needs_word = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(x), _mm256_setzero_si256());
     let mask = _mm256_movemask_ps(_mm256_castsi256_ps(needs_word)) as usize;
     if mask == 0 {
@@ -287,7 +283,7 @@ fn renormalize(x: __m256i, words: &mut Words<'_>) -> Result<__m256i, Broken> {
     }
     let count = mask.count_ones() as usize;
     if count > rest.len() {
-        return Err(Broken::Short);
+        return Err(Fault::Short);
     }
     words.read += count;
     // SAFETY: `next` has 16 bytes and a row of `EXPAND` has 8; unaligned access is allowed.

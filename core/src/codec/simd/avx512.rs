@@ -1,8 +1,8 @@
 //! Inner loops with AVX-512, VBMI and VBMI2.
 
 use super::types::{
-    Broken, CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, GROUP, HALF, LINE, PIECE, PIECE_ROWS, Prefetch,
-    PrefetchedLines, ReverseWriter, STEP, StreamSteps, Tiles,
+    CompactedLanes, DIRECT, EXTRA_BIAS, EncodeTable, Entry, Fault, GROUP, HALF, LINE, PIECE, PIECE_ROWS, Prefetch, PrefetchedLines,
+    ReverseWriter, STEP, StreamSteps, Tiles,
 };
 use crate::lane::Lane;
 use crate::sums::{ChunkSum, Q};
@@ -337,7 +337,7 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
     tokens: u32,
     mut streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
     mut prefetch: Option<Prefetch<'_>>,
-) -> Result<(), Broken> {
+) -> Result<(), Fault> {
     let zero = _mm512_setzero_si512();
     let (mut x, mut read) = ([[zero; H]; STREAMS], [0; STREAMS]);
     for ((x, read), stream) in x.iter_mut().zip(&mut read).zip(&streams) {
@@ -380,7 +380,7 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
                 wide[h] = _mm512_cmpge_epu32_mask(token[h], direct);
                 changed[h] = _mm512_test_epi32_mask(token[h], token[h]);
                 if _mm512_cmpgt_epu32_mask(token[h], last_token) != 0 {
-                    return Err(Broken::Value);
+                    return Err(Fault::Value);
                 }
                 let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(entry[h], low));
                 let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry[h]), low);
@@ -456,16 +456,16 @@ fn store_words(words: &mut [u32; GROUP], vector: __m512i) {
 /// [`super::Words::renormalize`] for 16 states, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
-fn renormalize(x: __m512i, words: &[[u8; 2]], read: &mut usize) -> Result<__m512i, Broken> {
+fn renormalize(x: __m512i, words: &[[u8; 2]], read: &mut usize) -> Result<__m512i, Fault> {
     let needs_word = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(1 << 16));
     let count = needs_word.count_ones();
-    let left = words.get(*read..).ok_or(Broken::Short)?;
+    let left = words.get(*read..).ok_or(Fault::Short)?;
     let next = if let Some(next) = left.first_chunk::<GROUP>() {
         // A load without a mask is faster. The words after the first `count` are not used.
         // SAFETY: the reference is to 16 words; unaligned access is allowed.
         unsafe { _mm256_loadu_si256(next.as_ptr().cast()) }
     } else {
-        let next = left.get(..count as usize).ok_or(Broken::Short)?;
+        let next = left.get(..count as usize).ok_or(Fault::Short)?;
         let selected = _bzhi_u32(u32::MAX, count) as u16;
         // SAFETY: the mask restricts the load to the `count` words of `next`.
         unsafe { _mm256_maskz_loadu_epi16(selected, next.as_ptr().cast()) }

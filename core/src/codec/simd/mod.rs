@@ -16,6 +16,6 @@ mod types;
 
 pub use platform::{Platform, StreamFence};
 pub use types::{
-    Broken, CLASS_BITS, CompactedLanes, CountTiles, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, GROUP, NO_CLASS, PIECE,
+    CLASS_BITS, CompactedLanes, CountTiles, DIRECT, DecodeTable, EXTRA_BIAS, EncodeTable, Entry, Fault, GROUP, NO_CLASS, PIECE,
     Prefetch, PrefetchedLines, ROWS, ReverseWriter, STEP, StreamSteps, TILE_TOKENS, Tiles, Words,
 };

@@ -2,7 +2,7 @@
 
 use super::scalar;
 use super::types::{
-    Broken, CLASS_BITS, CompactedLanes, CountTiles, DecodeTable, EncodeTable, GROUP, HALF, PIECE, PIECE_ROWS, Prefetch, ROWS,
+    CLASS_BITS, CompactedLanes, CountTiles, DecodeTable, EncodeTable, Fault, GROUP, HALF, PIECE, PIECE_ROWS, Prefetch, ROWS,
     ReverseWriter, SLOTS_LOG2, STEP, StreamSteps, TILE_TOKENS, TOKENS_32, Tiles,
 };
 #[cfg(target_arch = "x86_64")]
@@ -280,7 +280,7 @@ impl Platform {
         table: DecodeTable<'_>,
         streams: [StreamSteps<'_, '_, L::Le>; STREAMS],
         prefetch: Option<Prefetch<'_>>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Fault> {
         let DecodeTable { entries, tokens } = table;
         assert!(entries.len() == 16 << SLOTS_LOG2 && tokens <= TOKENS_32 && (count == GROUP || count == STEP) && L::BYTES <= 4);
         for StreamSteps { classes, values, changed, .. } in &streams {

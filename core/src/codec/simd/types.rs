@@ -12,7 +12,7 @@ pub const GROUP: usize = 16;
 
 /// Reason why a stream is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Broken {
+pub enum Fault {
     /// A word is missing.
     Short,
     /// A value has too many bits.
@@ -152,11 +152,11 @@ pub struct Words<'a> {
 impl Words<'_> {
     /// Shifts a word into state `x` if `x` is below the lower bound.
     #[inline(always)]
-    pub fn renormalize(&mut self, x: u32) -> Result<u32, Broken> {
+    pub fn renormalize(&mut self, x: u32) -> Result<u32, Fault> {
         if x >= 1 << 16 {
             return Ok(x);
         }
-        let word = *self.words.get(self.read).ok_or(Broken::Short)?;
+        let word = *self.words.get(self.read).ok_or(Fault::Short)?;
         self.read += 1;
         Ok(x << 16 | u32::from(u16::from_le_bytes(word)))
     }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::codec::conditioned::encode;
 use crate::codec::conditioned::tables::Lookup;
-use crate::codec::simd::{Broken, DecodeTable, STEP, StreamSteps, Words};
+use crate::codec::simd::{DecodeTable, Fault, STEP, StreamSteps, Words};
 use crate::format::ConditionedHeader;
 use crate::prelude::*;
 use zerocopy::FromBytes;
@@ -16,7 +16,7 @@ fn plain_step(
     tokens: usize,
     words: &mut Words<'_>,
     states: &mut [u32; STEP],
-) -> Result<Vec<u64>, Broken> {
+) -> Result<Vec<u64>, Fault> {
     let mut found = Vec::new();
     for (x, &class) in states.iter_mut().zip(classes) {
         let mut slot = *x % SCALE;
@@ -27,7 +27,7 @@ fn plain_step(
             token += 1;
         }
         if token >= tokens {
-            return Err(Broken::Value);
+            return Err(Fault::Value);
         }
         *x = words.renormalize(u32::from(class[token]) * (*x / SCALE) + slot)?;
         found.push(token as u64);
@@ -115,8 +115,8 @@ proptest! {
                 // If a step has two errors, vector code can find the other error first.
                 Err(broken) => {
                     prop_assert!(expected.is_err(), "{:?} on {:?}", broken, platform);
-                    prop_assert!(broken != Broken::Value || most > allowed, "{:?}", platform);
-                    prop_assert!(broken != Broken::Short || size < 1 << 16, "{:?}", platform);
+                    prop_assert!(broken != Fault::Value || most > allowed, "{:?}", platform);
+                    prop_assert!(broken != Fault::Short || size < 1 << 16, "{:?}", platform);
                 }
             }
         }
