@@ -43,7 +43,7 @@ pub(crate) struct TrialResult {
 }
 
 /// Reads lanes, on the processor or on a device.
-pub(crate) trait Surveyor {
+pub(crate) trait Estimator {
     /// Samples pieces of tensors: as [`train_with`] needs it.
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()>;
 
@@ -101,20 +101,20 @@ impl Estimate {
 }
 
 /// Trains tables, and sets tables and way of every plan.
-pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], surveyor: &mut impl Surveyor) -> Result<()> {
+pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], estimator: &mut impl Estimator) -> Result<()> {
     let group_of_based = |_, plan: &Plan| has_base(plan).then(|| group_in(plan, true));
-    train_with(options, plans, &group_of_based, |pieces, add| surveyor.sample(pieces, add))?;
-    let based = estimates(plans, surveyor, true, |_, plan| has_base(plan))?;
+    train_with(options, plans, &group_of_based, |pieces, add| estimator.sample(pieces, add))?;
+    let based = estimates(plans, estimator, true, |_, plan| has_base(plan))?;
     // Without tables. A tensor that is mostly zeros may be smallest in this way.
-    let mut zeros = estimates(plans, surveyor, false, |i, plan| has_base(plan) && based[i].mostly_changes())?;
+    let mut zeros = estimates(plans, estimator, false, |i, plan| has_base(plan) && based[i].mostly_changes())?;
 
     let is_candidate = |i: usize, plan: &Plan| !has_base(plan) || based[i].may_be_above_zeros(plan);
     let candidates: Vec<bool> = plans.iter().enumerate().map(|(i, plan)| is_candidate(i, plan)).collect();
     let group_of_candidate = |i: usize, plan: &Plan| candidates[i].then(|| group_in(plan, false));
-    train_with(options, plans, &group_of_candidate, |pieces, add| surveyor.sample(pieces, add))?;
+    train_with(options, plans, &group_of_candidate, |pieces, add| estimator.sample(pieces, add))?;
     // A large tensor without a base has only one way.
     let is_tried = |i: usize, plan: &Plan| candidates[i] && (has_base(plan) || plan.lanes <= WHOLE);
-    let with_tables = estimates(plans, surveyor, false, is_tried)?;
+    let with_tables = estimates(plans, estimator, false, is_tried)?;
 
     for (i, plan) in plans.iter_mut().enumerate() {
         if with_tables[i].lanes > 0 {
@@ -145,23 +145,23 @@ pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], surveyor:
 /// Estimates tensors in one way: those that `is_tried` selects by number and plan.
 fn estimates(
     plans: &[Plan],
-    surveyor: &mut impl Surveyor,
+    estimator: &mut impl Estimator,
     from_base: bool,
     is_tried: impl Fn(usize, &Plan) -> bool,
 ) -> Result<Vec<Estimate>> {
-    let sampled = estimates_of(plans, surveyor, from_base, |i, plan| if is_tried(i, plan) { ranges(plan) } else { Vec::new() })?;
+    let sampled = estimates_of(plans, estimator, from_base, |i, plan| if is_tried(i, plan) { ranges(plan) } else { Vec::new() })?;
     let is_sparse = |i: usize, plan: &Plan| {
         let Estimate { lanes, changed, .. } = sampled[i];
         lanes > 0 && lanes < plan.lanes && SPARSE * changed <= lanes
     };
-    let whole = estimates_of(plans, surveyor, from_base, |i, plan| if is_sparse(i, plan) { chunks(plan) } else { Vec::new() })?;
+    let whole = estimates_of(plans, estimator, from_base, |i, plan| if is_sparse(i, plan) { chunks(plan) } else { Vec::new() })?;
     Ok(sampled.into_iter().zip(whole).map(|(sampled, whole)| if whole.lanes > 0 { whole } else { sampled }).collect())
 }
 
 /// Estimates tensors in one way, from these ranges of their lanes.
 fn estimates_of(
     plans: &[Plan],
-    surveyor: &mut impl Surveyor,
+    estimator: &mut impl Estimator,
     from_base: bool,
     ranges: impl Fn(usize, &Plan) -> Vec<(u64, u64)>,
 ) -> Result<Vec<Estimate>> {
@@ -169,7 +169,7 @@ fn estimates_of(
     let (of_tensor, trials): (Vec<usize>, Vec<Trial<'_>>) =
         tried.map(|(i, plan, (first, lanes))| (i, Trial { plan, from_base, first, lanes })).unzip();
     let mut estimates = vec![Estimate::default(); plans.len()];
-    for ((i, trial), result) in of_tensor.into_iter().zip(&trials).zip(surveyor.estimate(&trials)?) {
+    for ((i, trial), result) in of_tensor.into_iter().zip(&trials).zip(estimator.estimate(&trials)?) {
         estimates[i] += (trial, result);
     }
     Ok(estimates)

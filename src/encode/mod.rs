@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod analysis;
 mod assembly;
 mod bases;
 mod builder;
@@ -14,7 +15,6 @@ mod processor;
 mod renames;
 mod run;
 mod split;
-mod survey;
 mod train;
 mod ways;
 
@@ -29,7 +29,7 @@ pub use split::Split;
 #[cfg(feature = "cuda")]
 pub(crate) use cuts::Selection;
 #[cfg(feature = "cuda")]
-pub(crate) use estimate::{Surveyor, Trial, TrialResult, choose_ways};
+pub(crate) use estimate::{Estimator, Trial, TrialResult, choose_ways};
 #[cfg(feature = "cuda")]
 pub(crate) use options::Way;
 #[cfg(feature = "cuda")]

@@ -1,6 +1,6 @@
 //! Samples and estimates of tensors on the processor, for the codec profile `device`.
 
-use super::estimate::{Surveyor, Trial, TrialResult};
+use super::estimate::{Estimator, Trial, TrialResult};
 use super::plan::low_bits;
 use super::train::{Group, PIECE, Pieces};
 use super::ways::{Lanes, Worker};
@@ -29,7 +29,7 @@ impl Processor<'_> {
     }
 }
 
-impl Surveyor for Processor<'_> {
+impl Estimator for Processor<'_> {
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()> {
         in_batches(
             pieces,

@@ -1,5 +1,6 @@
 //! Encodes the difference of two checkpoints as a pair.
 
+use super::analysis::Analysis;
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
 use super::bases::{UnusedBase, has_base};
 use super::cuts::{Selection, unused_bases};
@@ -7,7 +8,6 @@ use super::estimate::choose_ways;
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable};
 use super::processor::Processor;
-use super::survey::Survey;
 use super::train::train;
 use super::ways::{Attempt, Worker};
 use crate::batches::{Pool, in_batches};
@@ -255,8 +255,8 @@ fn encode_chunk(
     let Job { plan, offset, size } = *job;
     let Worker { encoders, lanes, masks } = worker;
     let (base_lanes, target_lanes) = lanes.read(base, target, plan, offset, size)?;
-    let Survey { difference, base_sum, target_sum, base_hash, target_hash } =
-        Survey::of(plan, base_lanes, target_lanes, offset, masks);
+    let Analysis { difference, base_sum, target_sum, base_hash, target_hash } =
+        Analysis::of(plan, base_lanes, target_lanes, offset, masks);
     let mut attempts = encoders.attempts(plan, options, difference)?;
     if options.format >= FormatVersion::V1_2 {
         attempts.iter_mut().for_each(Attempt::hash);

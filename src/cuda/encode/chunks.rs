@@ -20,19 +20,19 @@ const BLOCK: u64 = 128;
 const ALIGN: u64 = 16;
 
 /// Sizes of masks of changed and of coded lanes, of levels and tiles of a chunk, in bytes.
-fn survey_sizes(lanes: u64, lane_log2: u32) -> [u64; 4] {
+fn analysis_sizes(lanes: u64, lane_log2: u32) -> [u64; 4] {
     let blocks = lanes.div_ceil(BLOCK);
     [blocks * BLOCK / 8, blocks * BLOCK / 8, 2 * blocks, 2 * lanes.div_ceil(tile_lanes(lane_log2))]
 }
 
-/// Returns the size of the memory for a chunk of up to `lanes` lanes, from lane `first` of an entry on: what the survey finds out,
+/// Returns the size of the memory for a chunk of up to `lanes` lanes, from lane `first` of an entry on: what the analysis finds out,
 /// copies of lanes, and entries of lists.
 pub(super) fn memory_of(source: &Source, plan: &Plan, first: u64, lanes: u64) -> u64 {
-    // Its description is in the lists of the survey, of the streams twice, and of the payloads.
+    // Its description is in the lists of the analysis, of the streams twice, and of the payloads.
     const LISTS: usize = size_of::<EncodeState>() + 4 * size_of::<EncodeChunk>() + size_of::<HashRange>() + 32;
     let lanes = lanes.min(plan.lanes - first);
-    let survey: u64 = survey_sizes(lanes, plan.width().ilog2()).iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();
-    survey + source.copied_per_lane(plan) * lanes + LISTS as u64 + source.list_bytes(plan)
+    let analysis: u64 = analysis_sizes(lanes, plan.width().ilog2()).iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();
+    analysis + source.copied_per_lane(plan) * lanes + LISTS as u64 + source.list_bytes(plan)
 }
 
 /// Returns the size of the memory for chunks.
@@ -43,7 +43,7 @@ pub(super) fn memory_of_all(source: &Source, jobs: &[ChunkJob<'_>]) -> u64 {
 }
 
 /// Memory for what the kernels find out about chunks.
-pub(super) struct SurveyMemory {
+pub(super) struct AnalysisMemory {
     /// Size of masks, levels and tiles, in bytes.
     pub bytes: u64,
     /// Size of the states, in bytes.
@@ -52,8 +52,8 @@ pub(super) struct SurveyMemory {
     pub parts: u32,
 }
 
-/// Sets `first_part` of chunks, and their places in the memory: offsets, until [`SurveyMemory::place`] makes them addresses.
-pub(super) fn survey_memory(chunks: &mut [EncodeChunk]) -> SurveyMemory {
+/// Sets `first_part` of chunks, and their places in the memory: offsets, until [`AnalysisMemory::place`] makes them addresses.
+pub(super) fn analysis_memory(chunks: &mut [EncodeChunk]) -> AnalysisMemory {
     let (mut at, mut parts) = (0, 0);
     let mut take = |bytes: u64| {
         let start = at;
@@ -61,15 +61,15 @@ pub(super) fn survey_memory(chunks: &mut [EncodeChunk]) -> SurveyMemory {
         start
     };
     for chunk in chunks.iter_mut() {
-        let sizes = survey_sizes(chunk.lanes.into(), chunk.lane_log2.into());
+        let sizes = analysis_sizes(chunk.lanes.into(), chunk.lane_log2.into());
         [chunk.masks, chunk.coded, chunk.levels, chunk.tiles] = sizes.map(&mut take);
         chunk.first_part = parts;
         parts += chunk.lanes.div_ceil(abi::ENCODE_PART);
     }
-    SurveyMemory { bytes: at, states: (chunks.len() * size_of::<EncodeState>()) as u64, parts }
+    AnalysisMemory { bytes: at, states: (chunks.len() * size_of::<EncodeState>()) as u64, parts }
 }
 
-impl SurveyMemory {
+impl AnalysisMemory {
     pub fn place(&self, chunks: &mut [EncodeChunk], memory: &DeviceSlice, states: &DeviceSlice) {
         for (i, chunk) in (0..).zip(chunks) {
             for offset in [&mut chunk.masks, &mut chunk.coded, &mut chunk.levels, &mut chunk.tiles] {
@@ -147,43 +147,43 @@ pub(super) struct Chunk<'a> {
     pub state: EncodeState,
 }
 
-/// Chunks that are surveyed together, with the memory of the results.
+/// Chunks that are analysed together, with the memory of the results.
 pub(super) struct Wave<'a> {
     pub chunks: Vec<Chunk<'a>>,
     pub states: DeviceSlice,
     _memory: (DeviceSlice, Option<DeviceSlice>),
 }
 
-/// Chunks whose survey is queued. It needs no tables.
-pub(super) struct Survey {
+/// Chunks whose analysis is queued. It needs no tables.
+pub(super) struct Analysis {
     chunks: Vec<EncodeChunk>,
-    sizes: SurveyMemory,
+    sizes: AnalysisMemory,
     states: DeviceSlice,
     memory: (DeviceSlice, Option<DeviceSlice>),
 }
 
-impl Survey {
-    /// Queues the survey of the chunks of a wave.
+impl Analysis {
+    /// Queues the analysis of the chunks of a wave.
     pub fn of_wave(session: &Session<'_>, source: &Source, jobs: &[ChunkJob<'_>]) -> Result<Self> {
         Self::queue(session, source, trials_of(jobs).map(|(trial, _)| trial))
     }
 
     fn queue<'p>(session: &Session<'_>, source: &Source, trials: impl Iterator<Item = Trial<'p>>) -> Result<Self> {
         let (mut chunks, copies) = source.chunks(session, trials)?;
-        let sizes = survey_memory(&mut chunks);
-        let (survey, states) = (session.alloc(sizes.bytes)?, session.alloc(sizes.states)?);
-        sizes.place(&mut chunks, &survey, &states);
+        let sizes = analysis_memory(&mut chunks);
+        let (analysis, states) = (session.alloc(sizes.bytes)?, session.alloc(sizes.states)?);
+        sizes.place(&mut chunks, &analysis, &states);
         let uploaded = session.upload(&chunks)?;
         session.clear(&states)?;
         let (count, parts) = (chunks.len() as u32, sizes.parts);
         let parameter = abi::Encode { chunks: uploaded.address(), count, parts, ..abi::Encode::default() };
         session.launch(session.kernels.survey, parts, &parameter)?;
-        Ok(Self { chunks, sizes, states, memory: (survey, copies) })
+        Ok(Self { chunks, sizes, states, memory: (analysis, copies) })
     }
 }
 
 /// Chunks with what the kernels found out about them, in device memory.
-struct Surveyed {
+struct AnalysisResults {
     chunks: Vec<EncodeChunk>,
     /// The states.
     found: PinnedBuffer,
@@ -191,15 +191,15 @@ struct Surveyed {
     memory: (DeviceSlice, Option<DeviceSlice>),
 }
 
-impl Surveyed {
-    /// Of surveyed chunks that are coded with tables, chooses the maps and counts the coded lanes.
+impl AnalysisResults {
+    /// Of analysed chunks that are coded with tables, chooses the maps and counts the coded lanes.
     fn new<'p>(
         session: &Session<'_>,
         tables: &Tables,
-        survey: Survey,
+        analysis: Analysis,
         trials: impl Iterator<Item = (Trial<'p>, Codec)>,
     ) -> Result<Self> {
-        let Survey { mut chunks, sizes, states, memory } = survey;
+        let Analysis { mut chunks, sizes, states, memory } = analysis;
         for (chunk, (trial, _)) in chunks.iter_mut().zip(trials).filter(|(_, (_, codec))| *codec == Codec::Conditioned) {
             chunk.tables = tables.place(trial.plan, trial.from_base);
         }
@@ -236,9 +236,9 @@ fn trials_of<'j, 'a>(jobs: &'j [ChunkJob<'a>]) -> impl Iterator<Item = (Trial<'a
 }
 
 impl<'a> Wave<'a> {
-    /// Chooses maps for the surveyed chunks, and sets the form of each payload that follows from what is found.
-    pub fn new(session: &Session<'_>, tables: &Tables, jobs: &[ChunkJob<'a>], survey: Survey) -> Result<Self> {
-        let Surveyed { chunks, found, states, memory } = Surveyed::new(session, tables, survey, trials_of(jobs))?;
+    /// Chooses maps for the analysed chunks, and sets the form of each payload that follows from what is found.
+    pub fn new(session: &Session<'_>, tables: &Tables, jobs: &[ChunkJob<'a>], analysis: Analysis) -> Result<Self> {
+        let AnalysisResults { chunks, found, states, memory } = AnalysisResults::new(session, tables, analysis, trials_of(jobs))?;
         let chunks = jobs.iter().zip(chunks).zip(states_in(&found)).map(|((&job, device), state)| {
             let mut chunk = Chunk { job, device, state };
             chunk.choose_form();
@@ -250,8 +250,8 @@ impl<'a> Wave<'a> {
 
 /// Estimates payloads, as the encoder of the processor does. `tables` has the sets of all plans.
 pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
-    let survey = Survey::queue(session, source, trials.iter().copied())?;
-    let surveyed = Surveyed::new(session, tables, survey, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
+    let analysis = Analysis::queue(session, source, trials.iter().copied())?;
+    let analysed = AnalysisResults::new(session, tables, analysis, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
     let result = |((trial, chunk), state): ((&Trial<'_>, &EncodeChunk), EncodeState)| {
         let choice = (chunk.tables != abi::NO_TABLES).then_some((state.cost, state.coded as usize));
         let size = ((u64::from(chunk.lanes) << chunk.lane_log2) as usize, 1 << chunk.lane_log2);
@@ -259,7 +259,7 @@ pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, 
         let conditioned = estimated_size(changed as usize, choice, low_bits, size, trial.plan.decode_cost);
         TrialResult { changed, conditioned }
     };
-    Ok(trials.iter().zip(&surveyed.chunks).zip(states_in(&surveyed.found)).map(result).collect())
+    Ok(trials.iter().zip(&analysed.chunks).zip(states_in(&analysed.found)).map(result).collect())
 }
 
 /// Reads states from host memory, one at a time: the pages of a list of all would be allocated anew for each wave.

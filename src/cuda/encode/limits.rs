@@ -2,16 +2,16 @@
 
 /// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
 ///
-/// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the survey of a wave, `scratch` and
+/// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the analysis of a wave, `scratch` and
 /// `wave` or `ahead`; when streams are written, the same and `payloads`, twice if streams overflow. While tables are trained, the
 /// first thread has no memory, the others have that of [`Limits::in_training`], and training has the rest.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Limits {
-    /// Maximum size of the chunks of a wave, which are surveyed together, in bytes of lanes. A wave may have one chunk more.
+    /// Maximum size of the chunks of a wave, which are analysed together, in bytes of lanes. A wave may have one chunk more.
     pub lanes: u64,
     /// Maximum size of the memory for the chunks of a wave, or of a sample, in bytes: see `chunks::memory_of`. A chunk may need more.
     pub wave: u64,
-    /// Maximum size of the memory for waves of a thread that are surveyed while tables are trained, in bytes. One wave is always.
+    /// Maximum size of the memory for waves of a thread that are analysed while tables are trained, in bytes. One wave is always.
     pub ahead: u64,
     /// Maximum size of the scratch memory in bytes. It has a slot at least.
     pub scratch: u64,

@@ -5,11 +5,11 @@
 //! | `source` | base and target: the memory of each entry, and copies without gaps |
 //! | `form` | base lanes that are formed from tensors of other dtypes |
 //! | `session` | memory, launches and copies of an encoding |
-//! | `chunks` | chunks: surveyed, their maps chosen, their coded lanes counted |
+//! | `chunks` | chunks: analysed, their maps chosen, their coded lanes counted |
 //! | `train` | samples for tables; the tables are made on the host |
 //! | `blob` | the blob, in a file or in memory |
 //! | `payloads` | streams and payloads |
-//! | `waves` | waves of chunks, surveyed while tables are trained, encoded while the payloads of those before are copied |
+//! | `waves` | waves of chunks, analysed while tables are trained, encoded while the payloads of those before are copied |
 //! | `assembly` | the pair, in the order of its tensors |
 //! | `digests` | digests of tensors, hashed on the device |
 //! | `limits` | sizes of memory |

@@ -2,7 +2,7 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{self, Survey, Tables};
+use super::chunks::{self, Analysis, Tables};
 use super::digests::Digests;
 use super::job::{Job, unsupported};
 use super::limits::{Limits, WORKERS};
@@ -71,7 +71,7 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
             let mut first = None;
             if options.codec != CodecChoice::Device {
                 train::train(&session, &source, job, plans, queued, || {
-                    first = waves.first().map(|jobs| Survey::of_wave(&session, &source, jobs)).transpose()?;
+                    first = waves.first().map(|jobs| Analysis::of_wave(&session, &source, jobs)).transpose()?;
                     Ok(())
                 })?;
             }
@@ -213,7 +213,7 @@ mod tests {
         let workers = WORKERS as u64;
         assert!(workers * limits.memory + 2 * limits.hashed / 950 + limits.formed + 2 * 5 * MIB <= 512 * MIB);
         assert!(limits.formed.is_multiple_of(crate::cuda::hashes::PIECE));
-        // While a wave is surveyed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
+        // While a wave is analysed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
         assert!(limits.scratch + limits.wave.max(limits.ahead) + 8 * MIB <= limits.memory);
         assert!(limits.scratch + limits.wave + limits.payloads + 8 * MIB <= limits.memory);
         assert!(limits.wave.max(limits.ahead) + 2 * (limits.payloads + 16 * MIB) <= limits.memory);
@@ -235,7 +235,7 @@ mod tests {
                     let describe =
                         |_| abi::EncodeChunk { lanes: 1 << lanes_log2, lane_log2: width.ilog2() as u8, ..Default::default() };
                     let mut chunks: Vec<_> = wave.iter().map(describe).collect();
-                    let memory = chunks::survey_memory(&mut chunks);
+                    let memory = chunks::analysis_memory(&mut chunks);
                     let copies = if rows.is_some() { (2 * width * chunks.len() as u64) << lanes_log2 } else { 0 };
                     let lists = 4 * size_of_val(&chunks[..]) as u64;
                     let all = memory.bytes + memory.states + copies + lists;

@@ -1,12 +1,12 @@
 //! Samples for the tables of codec `conditioned`, and estimates for the codec profile `device`. The device counts tokens; the host
 //! makes tables from the counts.
 
-use super::chunks::{Tables, estimate, memory_of, survey_memory};
+use super::chunks::{Tables, analysis_memory, estimate, memory_of};
 use super::job::Job;
 use super::session::{Session, SessionGuard};
 use super::source::Source;
 use crate::cuda::abi;
-use crate::encode::{Group, PIECE, Pieces, Plan, Surveyor, Trial, TrialResult, choose_ways, group, low_bits, train_with};
+use crate::encode::{Estimator, Group, PIECE, Pieces, Plan, Trial, TrialResult, choose_ways, group, low_bits, train_with};
 use crate::watch::Progress;
 use std::collections::BTreeMap;
 use tpde_core::codec::conditioned::{Sample, tokens_within};
@@ -33,10 +33,10 @@ pub(super) fn train(
     queued: &mut dyn FnMut(),
     sampled: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    let mut surveyor = OnDevice { session, source, job, queued };
+    let mut estimator = OnDevice { session, source, job, queued };
     let mut sampled = Some(sampled);
     train_with(job.options, plans, &|_, plan| Some(group(plan)), |pieces, add| {
-        surveyor.sample(pieces, add)?;
+        estimator.sample(pieces, add)?;
         sampled.take().map_or(Ok(()), |sampled| sampled())
     })
 }
@@ -50,7 +50,7 @@ struct OnDevice<'a> {
     queued: &'a mut dyn FnMut(),
 }
 
-impl Surveyor for OnDevice<'_> {
+impl Estimator for OnDevice<'_> {
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()> {
         let Self { session, source, job, queued } = self;
         // The pieces of each group that are sampled next, and the size of their memory.
@@ -111,16 +111,16 @@ fn sample(
     let tokens = tokens_within(8 * of.dtype.lane_bytes() as u32 - low_bits) as u32;
     let (mut chunks, _copies) = source.chunks(session, pieces.iter().copied())?;
     let _copied = SessionGuard(session);
-    let memory = survey_memory(&mut chunks);
+    let memory = analysis_memory(&mut chunks);
 
     let row = 1 + u64::from(tokens);
     let counts = u64::from(abi::ENCODE_GROUPS) * u64::from(tokens) * 8;
-    let (survey, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
+    let (analysis, states) = (session.alloc(memory.bytes)?, session.alloc(memory.states)?);
     let scratch = session.scratch(chunks.len() as u32, tokens)?;
     let counters = session.alloc(counts)?;
     // The number of rows and of changed lanes, then the rows.
     let found = session.alloc(8 + u64::from(abi::ENCODE_GROUPS) * row * 8)?;
-    memory.place(&mut chunks, &survey, &states);
+    memory.place(&mut chunks, &analysis, &states);
     let uploaded = session.upload(&chunks)?;
     let _drained = SessionGuard(session);
     session.clear(&states)?;

@@ -4,7 +4,7 @@
 
 use super::assembly::Assembly;
 use super::blob::Blob;
-use super::chunks::{ChunkJob, Survey, Tables, Wave, memory_of_all};
+use super::chunks::{Analysis, ChunkJob, Tables, Wave, memory_of_all};
 use super::job::Job;
 use super::payloads::{self, Payloads};
 use super::session::{Memory, Session, SessionGuard};
@@ -42,11 +42,11 @@ struct Worker {
     memory: Option<Memory>,
 }
 
-/// Device memory of a thread, and the surveys in it of its first waves.
+/// Device memory of a thread, and the analyses in it of its first waves.
 #[derive(Default)]
-struct Surveyed {
+struct TrainingMemory {
     memory: Memory,
-    surveys: VecDeque<Survey>,
+    analyses: VecDeque<Analysis>,
 }
 
 /// Why a thread ended early: its error, or `None` if another thread had one.
@@ -62,13 +62,13 @@ impl Waves<'_, '_> {
     /// Trains tables with `train`, encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`.
     ///
     /// `session` trains, and then copies the payloads. The first thread uses its memory after that. Each further thread has one of
-    /// `memories`. While tables are trained, `train` surveys the first wave, and further threads survey their first waves. Threads
+    /// `memories`. While tables are trained, `train` analyses the first wave, and further threads analyse their first waves. Threads
     /// begin when `train` calls its argument.
     pub fn encode<W: Blob>(
         &self,
         session: &Session<'_>,
         mut memories: Vec<Memory>,
-        train: impl FnOnce(&mut dyn FnMut()) -> Result<(Tables, Option<Survey>)>,
+        train: impl FnOnce(&mut dyn FnMut()) -> Result<(Tables, Option<Analysis>)>,
         mut assembly: Assembly<'_, W>,
         files: Vec<FileSpec>,
     ) -> Result<Finished<W>> {
@@ -78,7 +78,7 @@ impl Waves<'_, '_> {
             self.tables.get_or_init(|| tables);
             let mut memory = session.take_memory()?;
             memory.shrink(self.job.limits.memory);
-            Ok::<_, ThreadEnd>(Surveyed { memory, surveys: first.into_iter().collect() })
+            Ok::<_, ThreadEnd>(TrainingMemory { memory, analyses: first.into_iter().collect() })
         };
         let mut blob_bytes = 0;
         let finish = |mut assembly: Assembly<'_, W>| {
@@ -87,9 +87,9 @@ impl Waves<'_, '_> {
         };
         let encoded = if memories.is_empty() {
             // Starting a thread takes longer than it would save.
-            train(&mut || {}).and_then(|surveyed| {
+            train(&mut || {}).and_then(|trained| {
                 let worker = Worker { number: 0, of: 1, memory: None };
-                let memory = self.work(worker, || Ok(surveyed), &mut |payloads| Ok(assembly.add(session, &payloads)?))?;
+                let memory = self.work(worker, || Ok(trained), &mut |payloads| Ok(assembly.add(session, &payloads)?))?;
                 Ok((vec![memory], finish(assembly)?))
             })
         } else {
@@ -111,7 +111,7 @@ impl Waves<'_, '_> {
         &self,
         session: &Session<'_>,
         memories: Vec<Memory>,
-        train: impl FnOnce(&mut dyn FnMut()) -> Result<Surveyed, ThreadEnd>,
+        train: impl FnOnce(&mut dyn FnMut()) -> Result<TrainingMemory, ThreadEnd>,
         mut assembly: Assembly<'_, W>,
         finish: impl FnOnce(Assembly<'_, W>) -> Result<Finished<W>, ThreadEnd>,
     ) -> Result<(Vec<Memory>, Finished<W>), ThreadEnd> {
@@ -119,7 +119,7 @@ impl Waves<'_, '_> {
         let (finished, ended) = thread::scope(|scope| {
             let (mut threads, mut starts, mut receivers) = (Vec::new(), Vec::new(), Vec::new());
             let mut memories = Some(memories);
-            // Threads begin while the device takes samples: starting them takes a while, and their surveys would delay the samples.
+            // Threads begin while the device takes samples: starting them takes a while, and their analyses would delay the samples.
             let mut begin = || {
                 let memories = memories.take().map(|memories| iter::once(None).chain(memories.into_iter().map(Some)));
                 for (number, memory) in memories.into_iter().flatten().enumerate() {
@@ -137,10 +137,10 @@ impl Waves<'_, '_> {
             if trained.is_ok() {
                 begin(); // if there were no samples
             }
-            let trained = trained.map(|surveyed| {
+            let trained = trained.map(|memory| {
                 // A thread that has ended has an error.
-                let of_threads = iter::once(surveyed).chain(iter::repeat_with(Surveyed::default));
-                starts.into_iter().zip(of_threads).for_each(|(start, surveyed)| _ = start.send(surveyed));
+                let of_threads = iter::once(memory).chain(iter::repeat_with(TrainingMemory::default));
+                starts.into_iter().zip(of_threads).for_each(|(start, memory)| _ = start.send(memory));
             });
             let added = trained.and_then(|()| {
                 self.waves.iter().zip(receivers.iter().cycle()).try_for_each(|(wave, receiver)| {
@@ -181,7 +181,7 @@ impl Waves<'_, '_> {
     fn work(
         &self,
         worker: Worker,
-        start: impl FnOnce() -> Result<Surveyed, ThreadEnd>,
+        start: impl FnOnce() -> Result<TrainingMemory, ThreadEnd>,
         sink: &mut dyn FnMut(Payloads) -> Result<(), ThreadEnd>,
     ) -> Result<Memory, ThreadEnd> {
         let Self { job, source, .. } = *self;
@@ -196,14 +196,14 @@ impl Waves<'_, '_> {
             bytes += memory_of_all(source, jobs);
             has_memory && (is_first || bytes <= job.limits.ahead)
         });
-        let mut surveys = ahead.map(|jobs| Survey::of_wave(&session, source, jobs)).collect::<Result<VecDeque<_>>>()?;
+        let mut analyses = ahead.map(|jobs| Analysis::of_wave(&session, source, jobs)).collect::<Result<VecDeque<_>>>()?;
         let trained = start()?;
         session.extend(trained.memory, job.limits);
-        surveys.extend(trained.surveys);
+        analyses.extend(trained.analyses);
         let tables = self.tables.get().ok_or(ThreadEnd(None))?;
         for jobs in waves {
-            let survey = surveys.pop_front().map_or_else(|| Survey::of_wave(&session, source, jobs), Ok)?;
-            let mut wave = Wave::new(&session, tables, jobs, survey)?;
+            let analysis = analyses.pop_front().map_or_else(|| Analysis::of_wave(&session, source, jobs), Ok)?;
+            let mut wave = Wave::new(&session, tables, jobs, analysis)?;
             payloads::write(&session, tables, job.limits, &mut wave, sink)?;
         }
         Ok(session.take_memory()?)

@@ -13,7 +13,7 @@ const TILE: usize = 1 << 16;
 const FEW: usize = 256;
 
 /// The properties of a chunk that encoding needs with every codec.
-pub(super) struct Survey<'a> {
+pub(super) struct Analysis<'a> {
     pub difference: Difference<'a>,
     pub base_sum: u64,
     pub target_sum: u64,
@@ -22,8 +22,8 @@ pub(super) struct Survey<'a> {
     pub target_hash: [u8; 32],
 }
 
-impl<'a> Survey<'a> {
-    /// Surveys the chunk that begins at byte `offset` of its tensor. `masks` is overwritten.
+impl<'a> Analysis<'a> {
+    /// Analyses the chunk that begins at byte `offset` of its tensor. `masks` is overwritten.
     ///
     /// Each tile is read from memory once. Cost: one pass, mostly BLAKE3. As long as the target equals the base, only the base is
     /// hashed.
@@ -131,19 +131,19 @@ mod tests {
                     let options = EncodeOptions::default();
                     let plan = plan(of_base, &checkpoint(&target[..], lanes), 0, &options).unwrap();
                     let mut masks = vec![u64::MAX; 9];
-                    let survey = Survey::of(&plan, &base, &target, 0, &mut masks);
+                    let analysis = Analysis::of(&plan, &base, &target, 0, &mut masks);
                     let mut expected = Vec::new();
                     let difference = Difference::find(dtype, &base, &target, &mut expected);
-                    assert_eq!(survey.difference.changed, difference.changed, "{dtype:?}, case {case}");
-                    assert_eq!(survey.difference.masks, difference.masks);
+                    assert_eq!(analysis.difference.changed, difference.changed, "{dtype:?}, case {case}");
+                    assert_eq!(analysis.difference.masks, difference.masks);
                     assert_eq!(
-                        (survey.base_sum, survey.target_sum),
+                        (analysis.base_sum, analysis.target_sum),
                         (chunk_sum(&base), chunk_sum(&target)),
                         "{dtype:?}, case {case}"
                     );
                     let hash = |lanes: &[u8]| digest::of_piece(lanes, 0, size as u64);
-                    assert_eq!(survey.target_hash, hash(&target), "{dtype:?}, case {case}");
-                    assert_eq!(survey.base_hash, (base_lanes == Some(lanes)).then(|| hash(&base)));
+                    assert_eq!(analysis.target_hash, hash(&target), "{dtype:?}, case {case}");
+                    assert_eq!(analysis.base_hash, (base_lanes == Some(lanes)).then(|| hash(&base)));
                 }
             }
         }
