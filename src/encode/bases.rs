@@ -55,12 +55,12 @@ pub(super) struct FoundBase {
 
 /// The base of a target tensor, and a base tensor that does not fit. Both are set if the second one is used in another way.
 #[derive(Debug, Default)]
-pub(super) struct Candidates {
+pub(super) struct BaseSearch {
     pub found: Option<FoundBase>,
     pub unused: Option<UnusedBase>,
 }
 
-impl Candidates {
+impl BaseSearch {
     fn found(base: usize, derived: Option<Derivation>) -> Self {
         Self { found: Some(FoundBase { base, derived }), unused: None }
     }
@@ -69,7 +69,7 @@ impl Candidates {
         Self { found: None, unused: Some(UnusedBase { tensor: info.name.clone(), base: of.name.clone(), cause, reason }) }
     }
 
-    /// The base of `other`, if these candidates have none.
+    /// The base of `other`, if this one has none.
     fn or(self, other: impl FnOnce() -> Self) -> Self {
         if self.found.is_some() {
             return self;
@@ -120,28 +120,28 @@ const MXFP4_NAMES: [(&str, &str, BaseForm); 2] =
 /// `NAME_blocks` or `NAME.blocks` are its base, if their dtype and shape are those of MXFP4.
 ///
 /// These are guesses: what does not fit is not used.
-pub(super) fn find_base(base: &dyn Checkpoint, name: &str, info: &TensorInfo, options: &EncodeOptions) -> Candidates {
+pub(super) fn find_base(base: &dyn Checkpoint, name: &str, info: &TensorInfo, options: &EncodeOptions) -> BaseSearch {
     let is_derived = options.derived && options.format >= FormatVersion::V1_3;
     let Some(index) = base.find(name) else {
         let blocks = MXFP4_NAMES.iter().filter(|_| is_derived).filter_map(|names| find_guessed(base, name, names.0));
-        return blocks.fold(Candidates::default(), |found, blocks| found.or(|| mxfp4(base, blocks, info)));
+        return blocks.fold(BaseSearch::default(), |found, blocks| found.or(|| mxfp4(base, blocks, info)));
     };
     let of = &base.tensors()[index];
     if of.dtype == info.dtype {
         return match of.shape == info.shape || is_prefix(&of.shape, &info.shape) {
-            true => Candidates::found(index, None),
+            true => BaseSearch::found(index, None),
             false => {
-                Candidates::unused(info, of, UnusedCause::Shape, differs(&format!("{:?}", info.shape), &format!("{:?}", of.shape)))
+                BaseSearch::unused(info, of, UnusedCause::Shape, differs(&format!("{:?}", info.shape), &format!("{:?}", of.shape)))
             }
         };
     }
     let formed = match of.dtype {
-        _ if !is_derived => Candidates::default(),
+        _ if !is_derived => BaseSearch::default(),
         Dtype::U8 => mxfp4(base, index, info),
         Dtype::F8E4m3 => fp8(base, index, info).or(|| cast(of, info, index)),
         _ => cast(of, info, index),
     };
-    formed.or(|| Candidates::unused(info, of, UnusedCause::Dtype, differs(info.dtype.name(), of.dtype.name())))
+    formed.or(|| BaseSearch::unused(info, of, UnusedCause::Dtype, differs(info.dtype.name(), of.dtype.name())))
 }
 
 /// Whether [`find_base`] may find a base of this name.
@@ -158,27 +158,27 @@ fn differs(expected: &str, found: &str) -> String {
     format!("expected {expected}, found {found}")
 }
 
-fn cast(of: &TensorInfo, info: &TensorInfo, base: usize) -> Candidates {
+fn cast(of: &TensorInfo, info: &TensorInfo, base: usize) -> BaseSearch {
     match is_cast(of.dtype, info.dtype) {
-        false => Candidates::default(),
-        true if of.shape == info.shape => Candidates::found(base, Some(Derivation::Cast(of.dtype))),
-        true => Candidates::unused(info, of, UnusedCause::Shape, differs(&format!("{:?}", info.shape), &format!("{:?}", of.shape))),
+        false => BaseSearch::default(),
+        true if of.shape == info.shape => BaseSearch::found(base, Some(Derivation::Cast(of.dtype))),
+        true => BaseSearch::unused(info, of, UnusedCause::Shape, differs(&format!("{:?}", info.shape), &format!("{:?}", of.shape))),
     }
 }
 
-fn fp8(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Candidates {
+fn fp8(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> BaseSearch {
     let (form, of) = (BaseForm::Fp8Blocks, &base.tensors()[index]);
     if !form.fits(info.dtype, &info.shape) || of.shape != info.shape {
-        return Candidates::default();
+        return BaseSearch::default();
     }
     let scales = ["_scale_inv", "_scale"].into_iter().filter_map(|suffix| find_guessed(base, &of.name, suffix));
-    scales.fold(Candidates::default(), |found, scales| found.or(|| with_scales(base, index, Some(scales), form, info)))
+    scales.fold(BaseSearch::default(), |found, scales| found.or(|| with_scales(base, index, Some(scales), form, info)))
 }
 
-fn mxfp4(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Candidates {
+fn mxfp4(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> BaseSearch {
     let of = &base.tensors()[index];
     let named = MXFP4_NAMES.iter().find_map(|(blocks, scales, form)| Some((of.name.strip_suffix(blocks)?, scales, *form)));
-    let Some((stem, suffix, usual)) = named else { return Candidates::default() };
+    let Some((stem, suffix, usual)) = named else { return BaseSearch::default() };
     let other = if usual == BaseForm::Mxfp4 { BaseForm::Mxfp4Transposed } else { BaseForm::Mxfp4 };
     let fits = |form: &BaseForm| {
         of.dtype == form.base_dtype() && form.fits(info.dtype, &info.shape) && of.shape == form.base_shape(&info.shape)
@@ -188,21 +188,21 @@ fn mxfp4(base: &dyn Checkpoint, index: usize, info: &TensorInfo) -> Candidates {
         None => {
             let (dtype, shape) = (info.dtype, &info.shape);
             let expected = format!("blocks of MXFP4 for {dtype} {shape:?}");
-            Candidates::unused(info, of, UnusedCause::Shape, differs(&expected, &format!("{} {:?}", of.dtype, of.shape)))
+            BaseSearch::unused(info, of, UnusedCause::Shape, differs(&expected, &format!("{} {:?}", of.dtype, of.shape)))
         }
     }
 }
 
 /// The quantised base `index`, if its tensor of scales has the dtype and shape of the form.
-fn with_scales(base: &dyn Checkpoint, index: usize, scales: Option<usize>, form: BaseForm, info: &TensorInfo) -> Candidates {
+fn with_scales(base: &dyn Checkpoint, index: usize, scales: Option<usize>, form: BaseForm, info: &TensorInfo) -> BaseSearch {
     let (dtype, shape) = (form.scales_dtype(), form.scales_dims(&info.shape));
     let found = match scales.map(|scales| (scales, &base.tensors()[scales])) {
         Some((scales, of)) if of.dtype == dtype && of.shape == shape => {
-            return Candidates::found(index, Some(Derivation::Dequantised(form, scales)));
+            return BaseSearch::found(index, Some(Derivation::Dequantised(form, scales)));
         }
         Some((_, of)) => format!("{} with {} {:?}", Escaped(&of.name), of.dtype, of.shape),
         None => "none".to_owned(),
     };
     let reason = differs(&format!("scales of {dtype} {shape:?}"), &found);
-    Candidates::unused(info, &base.tensors()[index], UnusedCause::Scales, reason)
+    BaseSearch::unused(info, &base.tensors()[index], UnusedCause::Scales, reason)
 }

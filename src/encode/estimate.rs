@@ -26,16 +26,16 @@ const SPARSE: u64 = 1 << 11;
 
 /// Lanes of a tensor whose payload is estimated.
 #[derive(Clone, Copy)]
-pub(crate) struct Trial<'a> {
+pub(crate) struct LaneRange<'a> {
     pub plan: &'a Plan,
     pub from_base: bool,
     pub first: u64,
     pub lanes: u64,
 }
 
-/// Estimated payload of a trial.
+/// Estimated payload of a range.
 #[derive(Clone, Copy)]
-pub(crate) struct TrialResult {
+pub(crate) struct RangeEstimate {
     /// Number of lanes that change.
     pub changed: u32,
     /// Size of the payload of codec `conditioned` in bytes, with the tables of the plan.
@@ -47,11 +47,11 @@ pub(crate) trait Estimator {
     /// Samples pieces of tensors: as [`train_with`] needs it.
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()>;
 
-    /// Estimates payloads, in the order of the trials.
-    fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>>;
+    /// Estimates payloads, in the order of the ranges.
+    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<RangeEstimate>>;
 }
 
-/// Sums over the trials of a tensor in one way, or with `lanes` 0 nothing.
+/// Sums over the ranges of a tensor in one way, or with `lanes` 0 nothing.
 #[derive(Debug, Clone, Copy, Default)]
 struct Estimate {
     lanes: u64,
@@ -61,18 +61,18 @@ struct Estimate {
     raw: u64,
 }
 
-impl AddAssign<(&Trial<'_>, TrialResult)> for Estimate {
-    fn add_assign(&mut self, (trial, result): (&Trial<'_>, TrialResult)) {
-        self.lanes += trial.lanes;
+impl AddAssign<(&LaneRange<'_>, RangeEstimate)> for Estimate {
+    fn add_assign(&mut self, (range, result): (&LaneRange<'_>, RangeEstimate)) {
+        self.lanes += range.lanes;
         self.changed += u64::from(result.changed);
         self.conditioned += result.conditioned.next_multiple_of(PAYLOAD_ALIGN);
-        self.raw += raw_size(result.changed, trial.plan.dtype.lane_bytes()).next_multiple_of(PAYLOAD_ALIGN);
+        self.raw += raw_size(result.changed, range.plan.dtype.lane_bytes()).next_multiple_of(PAYLOAD_ALIGN);
     }
 }
 
 impl Estimate {
     /// Estimated size of all payloads of a tensor of `lanes` lanes. `None` for a codec whose size depends on lanes outside of the
-    /// trials: payloads of codec `raw` have no bound but the number of changes, and those of codec `conditioned` are only tens of
+    /// ranges: payloads of codec `raw` have no bound but the number of changes, and those of codec `conditioned` are only tens of
     /// bytes larger where few lanes change.
     fn size(&self, codec: Codec, lanes: u64) -> Option<u64> {
         let scaled = |size: u64| (u128::from(size) * u128::from(lanes) / u128::from(self.lanes.max(1))) as u64;
@@ -89,7 +89,7 @@ impl Estimate {
         self.mostly_changes() && 16 * min < 17 * self.conditioned.min(self.raw)
     }
 
-    /// Whether the trials have all lanes of a tensor, and none changes.
+    /// Whether the ranges have all lanes of a tensor, and none changes.
     fn is_unchanged(&self, plan: &Plan) -> bool {
         self.lanes == plan.lanes && self.changed == 0
     }
@@ -108,12 +108,12 @@ pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], estimator
     // Without tables. A tensor that is mostly zeros may be smallest in this way.
     let mut zeros = estimates(plans, estimator, false, |i, plan| has_base(plan) && based[i].mostly_changes())?;
 
-    let is_candidate = |i: usize, plan: &Plan| !has_base(plan) || based[i].may_be_above_zeros(plan);
-    let candidates: Vec<bool> = plans.iter().enumerate().map(|(i, plan)| is_candidate(i, plan)).collect();
-    let group_of_candidate = |i: usize, plan: &Plan| candidates[i].then(|| group_in(plan, false));
-    train_with(options, plans, &group_of_candidate, |pieces, add| estimator.sample(pieces, add))?;
+    let may_use_zeros = |i: usize, plan: &Plan| !has_base(plan) || based[i].may_be_above_zeros(plan);
+    let from_zeros: Vec<bool> = plans.iter().enumerate().map(|(i, plan)| may_use_zeros(i, plan)).collect();
+    let group_of_zeros = |i: usize, plan: &Plan| from_zeros[i].then(|| group_in(plan, false));
+    train_with(options, plans, &group_of_zeros, |pieces, add| estimator.sample(pieces, add))?;
     // A large tensor without a base has only one way.
-    let is_tried = |i: usize, plan: &Plan| candidates[i] && (has_base(plan) || plan.lanes <= WHOLE);
+    let is_tried = |i: usize, plan: &Plan| from_zeros[i] && (has_base(plan) || plan.lanes <= WHOLE);
     let with_tables = estimates(plans, estimator, false, is_tried)?;
 
     for (i, plan) in plans.iter_mut().enumerate() {
@@ -124,7 +124,7 @@ pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], estimator
         if based[i].is_unchanged(plan) || !has_base(plan) {
             plan.tables[0].take();
         }
-        if zeros[i].is_unchanged(plan) || !candidates[i] {
+        if zeros[i].is_unchanged(plan) || !from_zeros[i] {
             plan.tables[1].take();
         }
     }
@@ -163,14 +163,14 @@ fn estimates_of(
     plans: &[Plan],
     estimator: &mut impl Estimator,
     from_base: bool,
-    ranges: impl Fn(usize, &Plan) -> Vec<(u64, u64)>,
+    ranges_of: impl Fn(usize, &Plan) -> Vec<(u64, u64)>,
 ) -> Result<Vec<Estimate>> {
-    let tried = plans.iter().enumerate().flat_map(|(i, plan)| ranges(i, plan).into_iter().map(move |range| (i, plan, range)));
-    let (of_tensor, trials): (Vec<usize>, Vec<Trial<'_>>) =
-        tried.map(|(i, plan, (first, lanes))| (i, Trial { plan, from_base, first, lanes })).unzip();
+    let tried = plans.iter().enumerate().flat_map(|(i, plan)| ranges_of(i, plan).into_iter().map(move |range| (i, plan, range)));
+    let (of_tensor, ranges): (Vec<usize>, Vec<LaneRange<'_>>) =
+        tried.map(|(i, plan, (first, lanes))| (i, LaneRange { plan, from_base, first, lanes })).unzip();
     let mut estimates = vec![Estimate::default(); plans.len()];
-    for ((i, trial), result) in of_tensor.into_iter().zip(&trials).zip(estimator.estimate(&trials)?) {
-        estimates[i] += (trial, result);
+    for ((i, range), result) in of_tensor.into_iter().zip(&ranges).zip(estimator.estimate(&ranges)?) {
+        estimates[i] += (range, result);
     }
     Ok(estimates)
 }

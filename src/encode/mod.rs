@@ -29,7 +29,7 @@ pub use split::Split;
 #[cfg(feature = "cuda")]
 pub(crate) use cuts::Selection;
 #[cfg(feature = "cuda")]
-pub(crate) use estimate::{Estimator, Trial, TrialResult, choose_ways};
+pub(crate) use estimate::{Estimator, LaneRange, RangeEstimate, choose_ways};
 #[cfg(feature = "cuda")]
 pub(crate) use options::Way;
 #[cfg(feature = "cuda")]

@@ -180,8 +180,8 @@ pub(super) fn plan_from(
     let info = &target.tensors()[tensor_index];
     let lanes = lanes(info)?;
     let TensorInfo { dtype, shape, .. } = info;
-    let candidate = base.zip(base_index).map(|(base, i)| (i as u32, &base.tensors()[i]));
-    let (base, base_kind) = match candidate {
+    let known_base = base.zip(base_index).map(|(base, i)| (i as u32, &base.tensors()[i]));
+    let (base, base_kind) = match known_base {
         Some((i, base)) if base.dtype == *dtype && base.shape == *shape => (Some(i), BaseKind::Same),
         Some((i, base)) if base.dtype == *dtype && is_prefix(&base.shape, shape) => (Some(i), BaseKind::Prefix),
         // A base with another dtype, or with other dimensions after the first, is not used. The checkpoint of entries has derived

@@ -1,6 +1,6 @@
 //! Samples and estimates of tensors on the processor, for the codec profile `device`.
 
-use super::estimate::{Estimator, Trial, TrialResult};
+use super::estimate::{Estimator, LaneRange, RangeEstimate};
 use super::plan::low_bits;
 use super::train::{Group, PIECE, Pieces};
 use super::ways::{Lanes, Worker};
@@ -20,12 +20,12 @@ pub(super) struct Processor<'a> {
 }
 
 impl Processor<'_> {
-    /// Base and target lanes of a trial. Lanes that are coded from zeros have base lanes of 0.
-    fn read<'l>(&'l self, lanes: &'l mut Lanes, trial: &Trial<'_>) -> Result<(&'l [u8], &'l [u8])> {
-        let width = trial.plan.width();
-        let base = self.base.filter(|_| trial.from_base);
+    /// Base and target lanes of a range. Lanes that are coded from zeros have base lanes of 0.
+    fn read<'l>(&'l self, lanes: &'l mut Lanes, range: &LaneRange<'_>) -> Result<(&'l [u8], &'l [u8])> {
+        let width = range.plan.width();
+        let base = self.base.filter(|_| range.from_base);
         self.progress.done(0)?;
-        lanes.read(base, self.target, trial.plan, trial.first * width, (trial.lanes * width) as usize)
+        lanes.read(base, self.target, range.plan, range.first * width, (range.lanes * width) as usize)
     }
 }
 
@@ -36,9 +36,9 @@ impl Estimator for Processor<'_> {
             |(plan, ..)| PIECE * plan.width(),
             |&mut (plan, Group { from_base, .. }, k)| {
                 let first = k * PIECE;
-                let trial = Trial { plan, from_base, first, lanes: PIECE.min(plan.lanes - first) };
+                let range = LaneRange { plan, from_base, first, lanes: PIECE.min(plan.lanes - first) };
                 self.workers.with(|worker| {
-                    let (base, target) = self.read(&mut worker.lanes, &trial)?;
+                    let (base, target) = self.read(&mut worker.lanes, &range)?;
                     Ok(Sample::gather(plan.dtype, low_bits(plan.dtype, from_base), base, target))
                 })
             },
@@ -49,17 +49,17 @@ impl Estimator for Processor<'_> {
         )
     }
 
-    fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
-        let mut results = Vec::with_capacity(trials.len());
+    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<RangeEstimate>> {
+        let mut results = Vec::with_capacity(ranges.len());
         in_batches(
-            trials,
-            |trial| trial.lanes * trial.plan.width(),
-            |&mut trial| {
+            ranges,
+            |range| range.lanes * range.plan.width(),
+            |&mut range| {
                 self.workers.with(|Worker { encoders, lanes, masks }| {
-                    let (base, target) = self.read(lanes, trial)?;
-                    let difference = Difference::find(trial.plan.dtype, base, target, masks);
-                    let conditioned = encoders.estimate(trial.plan, trial.from_base, difference)?;
-                    Ok(TrialResult { changed: difference.changed as u32, conditioned })
+                    let (base, target) = self.read(lanes, range)?;
+                    let difference = Difference::find(range.plan.dtype, base, target, masks);
+                    let conditioned = encoders.estimate(range.plan, range.from_base, difference)?;
+                    Ok(RangeEstimate { changed: difference.changed as u32, conditioned })
                 })
             },
             |_, result| {

@@ -5,7 +5,7 @@ use super::source::Source;
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::HashRange;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::encode::{Plan, Trial, TrialResult, Way, low_bits};
+use crate::encode::{LaneRange, Plan, RangeEstimate, Way, low_bits};
 use std::collections::HashMap;
 use std::sync::Arc;
 use tpde_core::codec::conditioned::{ModelTables, estimated_size, shape, size_of_cost, tokens_within};
@@ -165,11 +165,11 @@ pub(super) struct Analysis {
 impl Analysis {
     /// Queues the analysis of the chunks of a wave.
     pub fn of_wave(session: &Session<'_>, source: &Source, jobs: &[ChunkJob<'_>]) -> Result<Self> {
-        Self::queue(session, source, trials_of(jobs).map(|(trial, _)| trial))
+        Self::queue(session, source, ranges_of(jobs).map(|(range, _)| range))
     }
 
-    fn queue<'p>(session: &Session<'_>, source: &Source, trials: impl Iterator<Item = Trial<'p>>) -> Result<Self> {
-        let (mut chunks, copies) = source.chunks(session, trials)?;
+    fn queue<'p>(session: &Session<'_>, source: &Source, ranges: impl Iterator<Item = LaneRange<'p>>) -> Result<Self> {
+        let (mut chunks, copies) = source.chunks(session, ranges)?;
         let sizes = analysis_memory(&mut chunks);
         let (analysis, states) = (session.alloc(sizes.bytes)?, session.alloc(sizes.states)?);
         sizes.place(&mut chunks, &analysis, &states);
@@ -197,11 +197,11 @@ impl AnalysisResults {
         session: &Session<'_>,
         tables: &Tables,
         analysis: Analysis,
-        trials: impl Iterator<Item = (Trial<'p>, Codec)>,
+        ranges: impl Iterator<Item = (LaneRange<'p>, Codec)>,
     ) -> Result<Self> {
         let Analysis { mut chunks, sizes, states, memory } = analysis;
-        for (chunk, (trial, _)) in chunks.iter_mut().zip(trials).filter(|(_, (_, codec))| *codec == Codec::Conditioned) {
-            chunk.tables = tables.place(trial.plan, trial.from_base);
+        for (chunk, (range, _)) in chunks.iter_mut().zip(ranges).filter(|(_, (_, codec))| *codec == Codec::Conditioned) {
+            chunk.tables = tables.place(range.plan, range.from_base);
         }
         let tokens = chunks.iter().map(tokens_of).max().unwrap_or(0);
         let scratch = session.scratch(chunks.len() as u32, tokens)?;
@@ -226,19 +226,19 @@ impl AnalysisResults {
 }
 
 /// The lanes and codecs of chunks.
-fn trials_of<'j, 'a>(jobs: &'j [ChunkJob<'a>]) -> impl Iterator<Item = (Trial<'a>, Codec)> + use<'j, 'a> {
+fn ranges_of<'j, 'a>(jobs: &'j [ChunkJob<'a>]) -> impl Iterator<Item = (LaneRange<'a>, Codec)> + use<'j, 'a> {
     jobs.iter().map(|&(_, plan, number)| {
         let first = number << plan.chunk_lanes_log2;
         let lanes = (plan.lanes - first).min(1 << plan.chunk_lanes_log2);
         let way = way_of(plan);
-        (Trial { plan, from_base: way.from_base, first, lanes }, way.codec)
+        (LaneRange { plan, from_base: way.from_base, first, lanes }, way.codec)
     })
 }
 
 impl<'a> Wave<'a> {
     /// Chooses maps for the analysed chunks, and sets the form of each payload that follows from what is found.
     pub fn new(session: &Session<'_>, tables: &Tables, jobs: &[ChunkJob<'a>], analysis: Analysis) -> Result<Self> {
-        let AnalysisResults { chunks, found, states, memory } = AnalysisResults::new(session, tables, analysis, trials_of(jobs))?;
+        let AnalysisResults { chunks, found, states, memory } = AnalysisResults::new(session, tables, analysis, ranges_of(jobs))?;
         let chunks = jobs.iter().zip(chunks).zip(states_in(&found)).map(|((&job, device), state)| {
             let mut chunk = Chunk { job, device, state };
             chunk.choose_form();
@@ -249,17 +249,22 @@ impl<'a> Wave<'a> {
 }
 
 /// Estimates payloads, as the encoder of the processor does. `tables` has the sets of all plans.
-pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
-    let analysis = Analysis::queue(session, source, trials.iter().copied())?;
-    let analysed = AnalysisResults::new(session, tables, analysis, trials.iter().map(|&trial| (trial, Codec::Conditioned)))?;
-    let result = |((trial, chunk), state): ((&Trial<'_>, &EncodeChunk), EncodeState)| {
+pub(super) fn estimate(
+    session: &Session<'_>,
+    source: &Source,
+    tables: &Tables,
+    ranges: &[LaneRange<'_>],
+) -> Result<Vec<RangeEstimate>> {
+    let analysis = Analysis::queue(session, source, ranges.iter().copied())?;
+    let analysed = AnalysisResults::new(session, tables, analysis, ranges.iter().map(|&range| (range, Codec::Conditioned)))?;
+    let result = |((range, chunk), state): ((&LaneRange<'_>, &EncodeChunk), EncodeState)| {
         let choice = (chunk.tables != abi::NO_TABLES).then_some((state.cost, state.coded as usize));
         let size = ((u64::from(chunk.lanes) << chunk.lane_log2) as usize, 1 << chunk.lane_log2);
         let (changed, low_bits) = (state.changed, chunk.low_bits.into());
-        let conditioned = estimated_size(changed as usize, choice, low_bits, size, trial.plan.decode_cost);
-        TrialResult { changed, conditioned }
+        let conditioned = estimated_size(changed as usize, choice, low_bits, size, range.plan.decode_cost);
+        RangeEstimate { changed, conditioned }
     };
-    Ok(trials.iter().zip(&analysed.chunks).zip(states_in(&analysed.found)).map(result).collect())
+    Ok(ranges.iter().zip(&analysed.chunks).zip(states_in(&analysed.found)).map(result).collect())
 }
 
 /// Reads states from host memory, one at a time: the pages of a list of all would be allocated anew for each wave.

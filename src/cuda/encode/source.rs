@@ -9,7 +9,7 @@ use crate::cuda::derived::{DerivedOnDevice, SourceTensor};
 use crate::cuda::rows::Rows;
 use crate::cuda::runtime::copies::CopyRows;
 use crate::cuda::runtime::memory::DeviceSlice;
-use crate::encode::{Plan, Selection, Trial, low_bits};
+use crate::encode::{LaneRange, Plan, Selection, low_bits};
 use std::ops::Range;
 use tpde_core::derived::Derived;
 use tpde_core::error::{Error, Escaped, Result};
@@ -145,10 +145,10 @@ impl Source {
     pub fn chunks<'p>(
         &self,
         session: &Session<'_>,
-        chunks: impl Iterator<Item = Trial<'p>>,
+        chunks: impl Iterator<Item = LaneRange<'p>>,
     ) -> Result<(Vec<EncodeChunk>, Option<DeviceSlice>)> {
         let (mut described, mut copied, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for (i, Trial { plan, from_base, first, lanes }) in chunks.enumerate() {
+        for (i, LaneRange { plan, from_base, first, lanes }) in chunks.enumerate() {
             let width = plan.width();
             let base = self.base(plan).filter(|_| from_base);
             let base_lanes = base.map_or(0, |base| base.bytes() / width).saturating_sub(first).min(lanes);

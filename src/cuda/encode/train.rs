@@ -6,7 +6,7 @@ use super::job::Job;
 use super::session::{Session, SessionGuard};
 use super::source::Source;
 use crate::cuda::abi;
-use crate::encode::{Estimator, Group, PIECE, Pieces, Plan, Trial, TrialResult, choose_ways, group, low_bits, train_with};
+use crate::encode::{Estimator, Group, LaneRange, PIECE, Pieces, Plan, RangeEstimate, choose_ways, group, low_bits, train_with};
 use crate::watch::Progress;
 use std::collections::BTreeMap;
 use tpde_core::codec::conditioned::{Sample, tokens_within};
@@ -54,7 +54,7 @@ impl Estimator for OnDevice<'_> {
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()> {
         let Self { session, source, job, queued } = self;
         // The pieces of each group that are sampled next, and the size of their memory.
-        let mut groups = BTreeMap::<Group, (Vec<Trial<'_>>, u64)>::new();
+        let mut groups = BTreeMap::<Group, (Vec<LaneRange<'_>>, u64)>::new();
         for (plan, group, piece) in pieces {
             let first = piece * PIECE;
             let (pieces, memory) = groups.entry(group).or_default();
@@ -64,7 +64,7 @@ impl Estimator for OnDevice<'_> {
                 pieces.clear();
                 *memory = 0;
             }
-            pieces.push(Trial { plan, from_base: group.from_base, first, lanes: PIECE.min(plan.lanes - first) });
+            pieces.push(LaneRange { plan, from_base: group.from_base, first, lanes: PIECE.min(plan.lanes - first) });
             *memory += more;
         }
         for (group, (pieces, _)) in groups {
@@ -73,20 +73,20 @@ impl Estimator for OnDevice<'_> {
         Ok(())
     }
 
-    fn estimate(&mut self, trials: &[Trial<'_>]) -> Result<Vec<TrialResult>> {
+    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<RangeEstimate>> {
         let Self { session, source, job, .. } = *self;
-        if trials.is_empty() {
+        if ranges.is_empty() {
             return Ok(Vec::new());
         }
-        let tables = Tables::upload(session, trials.iter().map(|trial| (trial.plan, trial.from_base)))?;
-        let mut results = Vec::with_capacity(trials.len());
-        let mut rest = trials;
+        let tables = Tables::upload(session, ranges.iter().map(|range| (range.plan, range.from_base)))?;
+        let mut results = Vec::with_capacity(ranges.len());
+        let mut rest = ranges;
         while !rest.is_empty() {
             job.watcher.done(0)?;
             let mut memory = 0;
-            let count = rest.iter().take(PIECES).take_while(|trial| {
+            let count = rest.iter().take(PIECES).take_while(|range| {
                 let is_first = memory == 0;
-                memory += memory_of(source, trial.plan, trial.first, trial.lanes);
+                memory += memory_of(source, range.plan, range.first, range.lanes);
                 is_first || memory <= job.limits.wave
             });
             let (now, after) = rest.split_at(count.count());
@@ -102,7 +102,7 @@ fn sample(
     session: &Session<'_>,
     source: &Source,
     of: Group,
-    pieces: &[Trial<'_>],
+    pieces: &[LaneRange<'_>],
     progress: Progress<'_>,
     queued: &mut dyn FnMut(),
 ) -> Result<Sample> {
