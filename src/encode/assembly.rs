@@ -1,8 +1,8 @@
-//! Receives encoded chunks in order, chooses each tensor's way, and passes the tensors to the builder.
+//! Receives encoded chunks in order, chooses each tensor's candidate, and passes the tensors to the builder.
 
-use super::options::{EncodeOptions, Way};
+use super::candidates::{Outcome, Worker};
+use super::options::{Candidate, EncodeOptions};
 use super::plan::Plan;
-use super::ways::{Attempt, Worker};
 use crate::checkpoint::Checkpoint;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -14,15 +14,15 @@ use tpde_core::error::Result;
 use tpde_core::format::BaseKind;
 use tpde_core::writer::PairBuilder;
 
-/// Maximum size, in bytes, of the payloads held for a tensor before its way is chosen.
+/// Maximum size, in bytes, of the payloads held for a tensor before its candidate is chosen.
 pub(super) const MAX_HELD_BYTES: usize = 64 << 20;
 
 /// One chunk, encoded.
 pub(super) struct Chunk {
     pub offset: u64,
     pub size: usize,
-    /// The results of the ways that are tried for the tensor.
-    pub attempts: Vec<Attempt>,
+    /// The outcomes of the candidates that are tried for the tensor.
+    pub outcomes: Vec<Outcome>,
     pub base_sum: u64,
     pub target_sum: u64,
     pub base_hash: Option<[u8; 32]>,
@@ -86,9 +86,9 @@ impl<'a, W: Write> Assembly<'a, W> {
         self.begin_until(tensor_index + 1)?;
         self.base_hashes.extend(chunk.base_hash);
         self.target_hashes.push(chunk.target_hash);
-        self.held_bytes += chunk.attempts.iter().filter_map(|attempt| attempt.payload.as_ref()).map(|p| p.0.len()).sum::<usize>();
+        self.held_bytes += chunk.outcomes.iter().filter_map(|outcome| outcome.payload.as_ref()).map(|p| p.0.len()).sum::<usize>();
         self.held.push(chunk);
-        if self.held_bytes > self.max_held_bytes || self.plans[tensor_index].way.get().is_some() {
+        if self.held_bytes > self.max_held_bytes || self.plans[tensor_index].choice.get().is_some() {
             self.flush(&self.plans[tensor_index])?;
         }
         Ok(())
@@ -109,29 +109,29 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// Passes the held chunks to the builder, after the tensor's table entry if it is not there yet. If the tensor has no way yet,
+    /// Passes the held chunks to the builder, after the tensor's table entry if it is not there yet. If no candidate is chosen yet,
     /// chooses the one that makes the held chunks smallest.
     fn flush(&mut self, plan: &'a Plan) -> Result<()> {
-        let known = plan.way.get().is_some();
-        let way = *plan.way.get_or_init(|| self.smallest(plan).unwrap_or_else(|| first_way(self.options, plan)));
+        let known = plan.choice.get().is_some();
+        let candidate = *plan.choice.get_or_init(|| self.smallest(plan).unwrap_or_else(|| first_candidate(self.options, plan)));
         if !self.is_begun_in_builder {
             // An unchanged tensor needs no tables. That is known only if all its chunks are held; otherwise assume a change.
-            let tables = known || self.held_bytes > self.max_held_bytes || self.held.iter().any(|chunk| changes(chunk, way));
-            self.builder.begin_tensor(&plan.spec(way, tables, self.base, self.target));
+            let tables = known || self.held_bytes > self.max_held_bytes || self.held.iter().any(|chunk| changes(chunk, candidate));
+            self.builder.begin_tensor(&plan.spec(candidate, tables, self.base, self.target));
             self.is_begun_in_builder = true;
         }
         for chunk in self.held.drain(..) {
-            let attempt = chunk.attempts.into_iter().find(|attempt| attempt.way == way);
-            let (made, digest) = attempt.map_or((None, None), |attempt| (attempt.payload, attempt.digest));
+            let outcome = chunk.outcomes.into_iter().find(|outcome| outcome.candidate == candidate);
+            let (made, digest) = outcome.map_or((None, None), |outcome| (outcome.payload, outcome.digest));
             let (payload, encoded) = match made {
                 Some(made) => made,
                 None => {
                     let Worker { encoders, lanes, masks } = &mut self.worker;
                     let (base, target) = lanes.read(self.base, self.target, plan, chunk.offset, chunk.size)?;
-                    encoders.encode(plan, way, self.options, Difference::find(plan.dtype, base, target, masks))?
+                    encoders.encode(plan, candidate, self.options, Difference::find(plan.dtype, base, target, masks))?
                 }
             };
-            let base_sum = if way.from_base { chunk.base_sum } else { 0 };
+            let base_sum = if candidate.from_base { chunk.base_sum } else { 0 };
             let digest = digest.unwrap_or_else(|| digest::of_payload(&payload));
             self.builder.hashed_chunk(&payload, digest, encoded, base_sum, chunk.target_sum)?;
         }
@@ -139,14 +139,14 @@ impl<'a, W: Write> Assembly<'a, W> {
         Ok(())
     }
 
-    /// The first way that makes the held chunks smallest, including its share of tables. `None` if there are no chunks.
-    fn smallest(&self, plan: &Plan) -> Option<Way> {
-        let ways = self.held.first()?.attempts.iter().map(|attempt| attempt.way);
-        let size = |i: usize, way: Way| -> u64 {
-            let payloads: u64 = self.held.iter().map(|chunk| chunk.attempts.get(i).map_or(0, |attempt| attempt.size)).sum();
-            payloads + self.shares.of(plan, way, payloads)
+    /// The first candidate that makes the held chunks smallest, including its share of tables. `None` if there are no chunks.
+    fn smallest(&self, plan: &Plan) -> Option<Candidate> {
+        let candidates = self.held.first()?.outcomes.iter().map(|outcome| outcome.candidate);
+        let size = |i: usize, candidate: Candidate| -> u64 {
+            let payloads: u64 = self.held.iter().map(|chunk| chunk.outcomes.get(i).map_or(0, |outcome| outcome.size)).sum();
+            payloads + self.shares.of(plan, candidate, payloads)
         };
-        ways.enumerate().min_by_key(|&(i, way)| size(i, way)).map(|(_, way)| way)
+        candidates.enumerate().min_by_key(|&(i, candidate)| size(i, candidate)).map(|(_, candidate)| candidate)
     }
 
     /// Ends the last tensor, if one has begun.
@@ -156,7 +156,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             self.flush(plan)?;
         }
         self.is_begun_in_builder = false;
-        let from_base = plan.way.get().is_some_and(|way| way.from_base);
+        let from_base = plan.choice.get().is_some_and(|candidate| candidate.from_base);
         let base_hash = match (plan.base_kind, self.base, plan.base) {
             (kind, ..) if from_base && kind.has_all_lanes() => Some(digest::combine(&self.base_hashes)),
             (BaseKind::Prefix, Some(base), Some(base_index)) if from_base => Some(match self.whole_bases.entry(base_index) {
@@ -186,9 +186,9 @@ impl Shares {
         Self(users.into_iter().map(|(set, (bytes, users))| (set, bytes / users)).collect())
     }
 
-    /// Estimated share, in bytes, of a tensor whose payloads have `payloads` bytes in this way. 0 if the way has no tables.
-    pub fn of(&self, plan: &Plan, way: Way, payloads: u64) -> u64 {
-        let tables = plan.tables_of(way).filter(|_| way.codec == Codec::Conditioned && payloads > 0);
+    /// Estimated share, in bytes, of a tensor whose payloads have `payloads` bytes as this candidate. 0 if it has no tables.
+    pub fn of(&self, plan: &Plan, candidate: Candidate, payloads: u64) -> u64 {
+        let tables = plan.tables_of(candidate).filter(|_| candidate.codec == Codec::Conditioned && payloads > 0);
         tables.and_then(|set| self.0.get(&Arc::as_ptr(set).addr())).copied().unwrap_or(0)
     }
 }
@@ -200,13 +200,13 @@ fn stored_bytes(set: &TableSet) -> u64 {
     bytes.windows(2).filter(|pair| pair[0] != pair[1]).count() as u64 + 8
 }
 
-fn first_way(options: &EncodeOptions, plan: &Plan) -> Way {
-    options.codec.ways(plan.base_kind != BaseKind::None)[0]
+fn first_candidate(options: &EncodeOptions, plan: &Plan) -> Candidate {
+    options.codec.candidates(plan.base_kind != BaseKind::None)[0]
 }
 
-/// Whether a chunk has changed lanes if it is coded in `way`.
-fn changes(chunk: &Chunk, way: Way) -> bool {
-    chunk.attempts.iter().any(|attempt| attempt.way == way && attempt.size > 0)
+/// Whether a chunk has changed lanes if it is coded as `candidate`.
+fn changes(chunk: &Chunk, candidate: Candidate) -> bool {
+    chunk.outcomes.iter().any(|outcome| outcome.candidate == candidate && outcome.size > 0)
 }
 
 #[cfg(test)]
@@ -245,9 +245,9 @@ mod tests {
         let (base, target) = checkpoints(40);
         let of = |max_held_bytes, threads| encoded(max_held_bytes, &base, &target, threads);
         let (early, late) = (of(0, 1), of(usize::MAX, 1));
-        let way = |pair: &Pair<Vec<u8>>| pair.index().tensors().next().map(|tensor| (tensor.codec, tensor.base_kind)).unwrap();
-        // The smallest way of the first chunk differs from that of the other chunks.
-        assert_ne!(way(&early), way(&late));
+        let coding = |pair: &Pair<Vec<u8>>| pair.index().tensors().next().map(|tensor| (tensor.codec, tensor.base_kind)).unwrap();
+        // The smallest candidate of the first chunk differs from that of the other chunks.
+        assert_ne!(coding(&early), coding(&late));
         assert!(late.blob().len() < early.blob().len());
         for pair in [&early, &late] {
             let info = TensorInfo { name: "t".into(), dtype: Dtype::U16, shape: vec![base.len() as u64 / 2] };

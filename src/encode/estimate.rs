@@ -1,9 +1,9 @@
-//! Chooses the way of each tensor for the codec profile `device`: by estimated sizes, before a chunk is encoded. A device makes
-//! the same estimates, so it writes the same bytes.
+//! Chooses the candidate of each tensor for the codec profile `device`: by estimated sizes, before chunks are encoded. A device
+//! makes the same estimates, so it writes the same bytes.
 //!
 //! 1. Tables are trained for lanes coded from the base.
 //! 2. Tensors that may be smaller if they are coded from zeros train a second set of tables.
-//! 3. Each tensor takes the way with the smallest estimate.
+//! 3. Each tensor takes the candidate with the smallest estimate.
 
 use super::assembly::Shares;
 use super::options::EncodeOptions;
@@ -35,7 +35,7 @@ pub(crate) struct LaneRange<'a> {
 
 /// Estimated payload of a range.
 #[derive(Clone, Copy)]
-pub(crate) struct RangeEstimate {
+pub(crate) struct LaneEstimate {
     /// Number of lanes that change.
     pub changed: u32,
     /// Size of the payload of codec `conditioned` in bytes, with the tables of the plan.
@@ -48,10 +48,10 @@ pub(crate) trait Estimator {
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()>;
 
     /// Estimates payloads, in the order of the ranges.
-    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<RangeEstimate>>;
+    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<LaneEstimate>>;
 }
 
-/// Sums over the ranges of a tensor in one way, or with `lanes` 0 nothing.
+/// Sums over the ranges of a tensor as one candidate, or with `lanes` 0 nothing.
 #[derive(Debug, Clone, Copy, Default)]
 struct Estimate {
     lanes: u64,
@@ -61,8 +61,8 @@ struct Estimate {
     raw: u64,
 }
 
-impl AddAssign<(&LaneRange<'_>, RangeEstimate)> for Estimate {
-    fn add_assign(&mut self, (range, result): (&LaneRange<'_>, RangeEstimate)) {
+impl AddAssign<(&LaneRange<'_>, LaneEstimate)> for Estimate {
+    fn add_assign(&mut self, (range, result): (&LaneRange<'_>, LaneEstimate)) {
         self.lanes += range.lanes;
         self.changed += u64::from(result.changed);
         self.conditioned += result.conditioned.next_multiple_of(PAYLOAD_ALIGN);
@@ -100,19 +100,19 @@ impl Estimate {
     }
 }
 
-/// Trains tables, and sets tables and way of every plan.
-pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], estimator: &mut impl Estimator) -> Result<()> {
+/// Trains tables, and sets tables and choice of every plan.
+pub(crate) fn choose_coding(options: &EncodeOptions, plans: &mut [Plan], estimator: &mut impl Estimator) -> Result<()> {
     let group_of_based = |_, plan: &Plan| has_base(plan).then(|| group_in(plan, true));
     train_with(options, plans, &group_of_based, |pieces, add| estimator.sample(pieces, add))?;
     let based = estimates(plans, estimator, true, |_, plan| has_base(plan))?;
-    // Without tables. A tensor that is mostly zeros may be smallest in this way.
+    // Without tables. A tensor that is mostly zeros may be smallest as this candidate.
     let mut zeros = estimates(plans, estimator, false, |i, plan| has_base(plan) && based[i].mostly_changes())?;
 
     let may_use_zeros = |i: usize, plan: &Plan| !has_base(plan) || based[i].may_be_above_zeros(plan);
     let from_zeros: Vec<bool> = plans.iter().enumerate().map(|(i, plan)| may_use_zeros(i, plan)).collect();
     let group_of_zeros = |i: usize, plan: &Plan| from_zeros[i].then(|| group_in(plan, false));
     train_with(options, plans, &group_of_zeros, |pieces, add| estimator.sample(pieces, add))?;
-    // A large tensor without a base has only one way.
+    // A large tensor without a base has only one candidate.
     let is_tried = |i: usize, plan: &Plan| from_zeros[i] && (has_base(plan) || plan.lanes <= WHOLE);
     let with_tables = estimates(plans, estimator, false, is_tried)?;
 
@@ -130,19 +130,19 @@ pub(crate) fn choose_ways(options: &EncodeOptions, plans: &mut [Plan], estimator
     }
     let shares = Shares::new(plans);
     for (i, plan) in plans.iter_mut().enumerate() {
-        let ways = options.codec.ways(has_base(plan));
-        let sizes = ways.iter().filter_map(|&way| {
-            let estimate = if way.from_base { &based[i] } else { &zeros[i] };
-            let payloads = estimate.size(way.codec, plan.lanes)?;
-            Some((way, payloads + shares.of(plan, way, payloads)))
+        let candidates = options.codec.candidates(has_base(plan));
+        let sizes = candidates.iter().filter_map(|&candidate| {
+            let estimate = if candidate.from_base { &based[i] } else { &zeros[i] };
+            let payloads = estimate.size(candidate.codec, plan.lanes)?;
+            Some((candidate, payloads + shares.of(plan, candidate, payloads)))
         });
-        let way = sizes.min_by_key(|(_, size)| *size).map_or(ways[0], |(way, _)| way);
-        plan.way = OnceLock::from(way);
+        let candidate = sizes.min_by_key(|(_, size)| *size).map_or(candidates[0], |(candidate, _)| candidate);
+        plan.choice = OnceLock::from(candidate);
     }
     Ok(())
 }
 
-/// Estimates tensors in one way: those that `is_tried` selects by number and plan.
+/// Estimates tensors as one candidate: those that `is_tried` selects by number and plan.
 fn estimates(
     plans: &[Plan],
     estimator: &mut impl Estimator,
@@ -158,7 +158,7 @@ fn estimates(
     Ok(sampled.into_iter().zip(whole).map(|(sampled, whole)| if whole.lanes > 0 { whole } else { sampled }).collect())
 }
 
-/// Estimates tensors in one way, from these ranges of their lanes.
+/// Estimates tensors as one candidate, from these ranges of their lanes.
 fn estimates_of(
     plans: &[Plan],
     estimator: &mut impl Estimator,

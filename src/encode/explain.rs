@@ -1,10 +1,10 @@
 //! The bytes of a pair by purpose, and the size of each tensor in every way to encode it.
 
 use super::assembly::Shares;
-use super::options::{EncodeOptions, Favor, Way};
+use super::candidates::{Outcome, Worker};
+use super::options::{Candidate, EncodeOptions, Favor};
 use super::plan::{Plan, plan, plan_from};
 use super::train::train;
-use super::ways::{Attempt, Worker};
 use crate::apply::{Item, Rebuilt, Request};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
@@ -209,7 +209,7 @@ impl<'a, B: Source> Explain<'a, B> {
         Ok(explanations)
     }
 
-    /// Adds the sizes in each way to the tensors that change.
+    /// Adds the sizes of each candidate to the tensors that change.
     fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
         let request = Request::new(self.pair, base, &self.watcher, |base, tensor| base.find(tensor.base_name));
@@ -225,12 +225,12 @@ impl<'a, B: Source> Explain<'a, B> {
             false => plan(Some(base), &target, i, &options),
         };
         let plans = (0..index.tensor_count()).map(plan).collect::<Result<_>>();
-        let compared = plans.and_then(|plans| self.ways(request.base(), &target, plans, &options, tensors));
+        let compared = plans.and_then(|plans| self.compare_chunks(request.base(), &target, plans, &options, tensors));
         compared.map_err(|e| request.engine(&whole).explain(e))?;
         base.check_unchanged()
     }
 
-    fn ways(
+    fn compare_chunks(
         &self,
         base: &dyn Checkpoint,
         target: &dyn Checkpoint,
@@ -252,16 +252,16 @@ impl<'a, B: Source> Explain<'a, B> {
                     let plan = &plans[tensor.place];
                     let Worker { encoders, lanes, masks } = worker;
                     let (base, target) = lanes.read(Some(base), target, plan, offset, size as usize)?;
-                    let attempts = encoders.attempts(plan, options, Difference::find(plan.dtype, base, target, masks))?;
-                    let way = |attempt: Attempt| WayReport {
-                        codec: attempt.way.codec,
-                        from_base: attempt.way.from_base,
+                    let outcomes = encoders.try_candidates(plan, options, Difference::find(plan.dtype, base, target, masks))?;
+                    let way = |outcome: Outcome| WayReport {
+                        codec: outcome.candidate.codec,
+                        from_base: outcome.candidate.from_base,
                         taken: false,
-                        payload_bytes: attempt.size,
-                        estimated: attempt.payload.is_none(),
+                        payload_bytes: outcome.size,
+                        estimated: outcome.payload.is_none(),
                         table_bytes: 0,
                     };
-                    Ok(attempts.into_iter().map(way).collect::<Vec<_>>())
+                    Ok(outcomes.into_iter().map(way).collect::<Vec<_>>())
                 })
             },
             |(tensor, _), ways| {
@@ -285,7 +285,7 @@ impl<'a, B: Source> Explain<'a, B> {
                     (way.payload_bytes, way.estimated) = (explanation.parts.total(), false);
                 }
                 way.table_bytes =
-                    shares.of(&plans[tensor.place], Way { from_base: way.from_base, codec: way.codec }, way.payload_bytes);
+                    shares.of(&plans[tensor.place], Candidate { from_base: way.from_base, codec: way.codec }, way.payload_bytes);
             }
         }
         Ok(())

@@ -6,6 +6,7 @@ mod analysis;
 mod assembly;
 mod bases;
 mod builder;
+mod candidates;
 mod cuts;
 mod estimate;
 mod explain;
@@ -16,7 +17,6 @@ mod renames;
 mod run;
 mod split;
 mod train;
-mod ways;
 
 pub use bases::{UnusedBase, UnusedCause};
 pub use builder::{Encode, Streamed};
@@ -29,9 +29,9 @@ pub use split::Split;
 #[cfg(feature = "cuda")]
 pub(crate) use cuts::Selection;
 #[cfg(feature = "cuda")]
-pub(crate) use estimate::{Estimator, LaneRange, RangeEstimate, choose_ways};
+pub(crate) use estimate::{Estimator, LaneEstimate, LaneRange, choose_coding};
 #[cfg(feature = "cuda")]
-pub(crate) use options::Way;
+pub(crate) use options::Candidate;
 #[cfg(feature = "cuda")]
 pub(crate) use plan::{Plan, check_holdable, low_bits};
 #[cfg(feature = "cuda")]

@@ -276,9 +276,9 @@ impl CodecChoice {
         self.codecs().contains(&Codec::Conditioned)
     }
 
-    /// The ways in which a tensor may be coded, with or without a base.
-    pub(super) fn ways(&self, has_base: bool) -> Vec<Way> {
-        let from = |from_base| self.codecs().iter().map(move |&codec| Way { from_base, codec });
+    /// The candidates for the coding of a tensor, with or without a base.
+    pub(super) fn candidates(&self, has_base: bool) -> Vec<Candidate> {
+        let from = |from_base| self.codecs().iter().map(move |&codec| Candidate { from_base, codec });
         match (has_base, self) {
             (true, Self::Only(_)) => from(true).collect(),
             (true, _) => from(true).chain(from(false)).collect(),
@@ -287,9 +287,9 @@ impl CodecChoice {
     }
 }
 
-/// A way to code a tensor: from its base or from zeros, with one codec for all its chunks.
+/// A candidate for the coding of a tensor: from its base or from zeros, with one codec for all its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Way {
+pub(crate) struct Candidate {
     pub from_base: bool,
     pub codec: Codec,
 }

@@ -1,6 +1,6 @@
 //! The plan of an encoding: pairs each target tensor with its base, and checks that the format can hold all tensors and files.
 
-use super::options::{EncodeOptions, Way};
+use super::options::{Candidate, EncodeOptions};
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use std::sync::{Arc, OnceLock};
 use tpde_core::codec::{Codec, Coding, DecodeCost, Layout, TableSet};
@@ -28,8 +28,8 @@ pub(crate) struct Plan {
     pub derived: Option<Box<DerivedSpec>>,
     /// For a part, its place in the tensor.
     pub part: Option<Box<PartSpec>>,
-    /// The way in which all chunks are coded, once chosen.
-    pub way: OnceLock<Way>,
+    /// The candidate with which all chunks are coded, once chosen.
+    pub choice: OnceLock<Candidate>,
 }
 
 impl Plan {
@@ -47,22 +47,22 @@ impl Plan {
         Self { base_kind, derived: derived.map(Box::new), ..self }
     }
 
-    /// The parameters for encoding a chunk of this tensor in a way.
-    pub fn coding(&self, way: Way, layout: Option<Layout>) -> Coding<'_> {
-        match way.codec {
+    /// The parameters for encoding a chunk of this tensor as a candidate.
+    pub fn coding(&self, candidate: Candidate, layout: Option<Layout>) -> Coding<'_> {
+        match candidate.codec {
             Codec::Raw => Coding::Raw,
             Codec::Zstd => Coding::Zstd(layout),
             Codec::Conditioned => Coding::Conditioned {
-                tables: self.tables_of(way).map(|set| &**set),
-                low_bits: low_bits(self.dtype, way.from_base),
+                tables: self.tables_of(candidate).map(|set| &**set),
+                low_bits: low_bits(self.dtype, candidate.from_base),
                 decode_cost: self.decode_cost,
             },
         }
     }
 
-    /// The table set of codec `conditioned` in a way.
-    pub fn tables_of(&self, way: Way) -> Option<&Arc<TableSet>> {
-        self.tables[usize::from(!way.from_base)].get()
+    /// The table set of codec `conditioned` as a candidate.
+    pub fn tables_of(&self, candidate: Candidate) -> Option<&Arc<TableSet>> {
+        self.tables[usize::from(!candidate.from_base)].get()
     }
 
     /// Name of the base tensor, if it differs from the name in the target.
@@ -71,11 +71,11 @@ impl Plan {
         name.filter(|name| *name != target.tensors()[self.target as usize].name)
     }
 
-    /// The tensor's table entry for chunks coded in `way`. `tables` says whether the entry has tables.
-    pub fn spec(&self, way: Way, tables: bool, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
+    /// The tensor's table entry for chunks coded as `candidate`. `tables` says whether the entry has tables.
+    pub fn spec(&self, candidate: Candidate, tables: bool, base: Option<&dyn Checkpoint>, target: &dyn Checkpoint) -> TensorSpec {
         let TensorInfo { name, dtype, shape } = target.tensors()[self.target as usize].clone();
-        let base = base.zip(self.base).filter(|_| way.from_base).map(|(base, tensor_index)| &base.tensors()[tensor_index as usize]);
-        let base_kind = if way.from_base { self.base_kind } else { BaseKind::None };
+        let base = base.zip(self.base).filter(|_| candidate.from_base).map(|(base, i)| &base.tensors()[i as usize]);
+        let base_kind = if candidate.from_base { self.base_kind } else { BaseKind::None };
         let base_param = match (base_kind, base) {
             (BaseKind::Prefix, Some(base)) => base.shape[0],
             _ => 0,
@@ -88,9 +88,9 @@ impl Plan {
             part: self.part.as_deref().cloned(),
             base_kind,
             base_param,
-            derived: self.derived.as_deref().filter(|_| way.from_base).cloned(),
-            codec: way.codec,
-            tables: self.tables_of(way).filter(|_| tables && way.codec == Codec::Conditioned).cloned(),
+            derived: self.derived.as_deref().filter(|_| candidate.from_base).cloned(),
+            codec: candidate.codec,
+            tables: self.tables_of(candidate).filter(|_| tables && candidate.codec == Codec::Conditioned).cloned(),
             chunk_lanes_log2: self.chunk_lanes_log2,
         }
     }
@@ -189,8 +189,8 @@ pub(super) fn plan_from(
         _ => (None, BaseKind::None),
     };
     let chunk_lanes_log2 = options.chunk_lanes.min(MAX_CHUNK_BYTES / dtype.lane_bytes() as u64).ilog2() as u8;
-    let ways = options.codec.ways(base_kind != BaseKind::None);
-    let way = if let [way] = ways[..] { OnceLock::from(way) } else { OnceLock::new() };
+    let candidates = options.codec.candidates(base_kind != BaseKind::None);
+    let choice = if let [only] = candidates[..] { OnceLock::from(only) } else { OnceLock::new() };
     Ok(Plan {
         target: tensor_index as u32,
         base,
@@ -202,7 +202,7 @@ pub(super) fn plan_from(
         tables: Default::default(),
         derived: None,
         part: None,
-        way,
+        choice,
     })
 }
 

@@ -1,9 +1,9 @@
 //! Samples and estimates of tensors on the processor, for the codec profile `device`.
 
-use super::estimate::{Estimator, LaneRange, RangeEstimate};
+use super::candidates::{Lanes, Worker};
+use super::estimate::{Estimator, LaneEstimate, LaneRange};
 use super::plan::low_bits;
 use super::train::{Group, PIECE, Pieces};
-use super::ways::{Lanes, Worker};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::watch::Progress;
@@ -49,7 +49,7 @@ impl Estimator for Processor<'_> {
         )
     }
 
-    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<RangeEstimate>> {
+    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<LaneEstimate>> {
         let mut results = Vec::with_capacity(ranges.len());
         in_batches(
             ranges,
@@ -59,7 +59,7 @@ impl Estimator for Processor<'_> {
                     let (base, target) = self.read(lanes, range)?;
                     let difference = Difference::find(range.plan.dtype, base, target, masks);
                     let conditioned = encoders.estimate(range.plan, range.from_base, difference)?;
-                    Ok(RangeEstimate { changed: difference.changed as u32, conditioned })
+                    Ok(LaneEstimate { changed: difference.changed as u32, conditioned })
                 })
             },
             |_, result| {

@@ -3,13 +3,13 @@
 use super::analysis::Analysis;
 use super::assembly::{Assembly, Chunk, MAX_HELD_BYTES};
 use super::bases::{UnusedBase, has_base};
+use super::candidates::{Outcome, Worker};
 use super::cuts::{Selection, unused_bases};
-use super::estimate::choose_ways;
+use super::estimate::choose_coding;
 use super::options::{CodecChoice, EncodeOptions};
 use super::plan::{Plan, check_holdable};
 use super::processor::Processor;
 use super::train::train;
-use super::ways::{Attempt, Worker};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::{Checkpoint, ReadDigest};
 use crate::watch::Progress;
@@ -144,7 +144,7 @@ pub fn encoded_bytes(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, opt
     Ok(selection.target().tensors().iter().fold(0, |sum, tensor| u64::saturating_add(sum, tensor.bytes())))
 }
 
-/// [`encode`] with a parameter for tests: a tensor's way is chosen once more than `max_held_bytes` bytes of payloads are held.
+/// [`encode`] with a parameter for tests: a tensor's coding is chosen once over `max_held_bytes` bytes of payloads are held.
 pub(super) fn encode_holding<W: Write>(
     max_held_bytes: usize,
     base: Option<&dyn Checkpoint>,
@@ -163,7 +163,7 @@ pub(super) fn encode_holding<W: Write>(
     check_holdable(base, target, &plans, &files)?;
     let workers = Pool::new(Worker::default);
     match options.codec {
-        CodecChoice::Device => choose_ways(options, &mut plans, &mut Processor { base, target, workers: &workers, progress })?,
+        CodecChoice::Device => choose_coding(options, &mut plans, &mut Processor { base, target, workers: &workers, progress })?,
         _ => train(base, target, options, &plans, &workers, progress)?,
     }
     let mut assembly = Assembly::new(builder, max_held_bytes, options, &plans, base, target);
@@ -190,7 +190,7 @@ pub(super) fn encode_holding<W: Write>(
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
     // The digest of a derived base is that of the formed lanes.
-    let derived = plans.iter().filter(|plan| plan.derived.is_some() && plan.way.get().is_some_and(|way| way.from_base));
+    let derived = plans.iter().filter(|plan| plan.derived.is_some() && plan.choice.get().is_some_and(|choice| choice.from_base));
     let formed_from = derived.filter_map(|plan| plan.base).flat_map(|i| selection.base_regions(i as usize));
     check_digests(&finished, whole_base, whole_target, formed_from)?;
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
@@ -257,11 +257,11 @@ fn encode_chunk(
     let (base_lanes, target_lanes) = lanes.read(base, target, plan, offset, size)?;
     let Analysis { difference, base_sum, target_sum, base_hash, target_hash } =
         Analysis::of(plan, base_lanes, target_lanes, offset, masks);
-    let mut attempts = encoders.attempts(plan, options, difference)?;
+    let mut outcomes = encoders.try_candidates(plan, options, difference)?;
     if options.format >= FormatVersion::V1_2 {
-        attempts.iter_mut().for_each(Attempt::hash);
+        outcomes.iter_mut().for_each(Outcome::hash);
     }
-    Ok(Chunk { offset, size, attempts, base_sum, target_sum, base_hash, target_hash })
+    Ok(Chunk { offset, size, outcomes, base_sum, target_sum, base_hash, target_hash })
 }
 
 /// `in_use` gives the numbers of the base tensors that the target uses.

@@ -1,9 +1,9 @@
 //! Trains the tables of codec `conditioned` on samples of the tensors. The sampled positions are fixed, so the same checkpoints
 //! give the same pair. Samples are read twice: here, and when they are encoded.
 
+use super::candidates::Worker;
 use super::options::{CodecChoice, EncodeOptions, Favor};
 use super::plan::{Plan, low_bits};
-use super::ways::Worker;
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::watch::Progress;

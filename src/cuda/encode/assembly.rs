@@ -98,8 +98,8 @@ impl<W: Blob> Assembly<'_, W> {
     fn begin_until(&mut self, count: usize) -> Result<()> {
         while self.begun < count {
             let plan = &self.plans[self.begun];
-            let Some(&way) = plan.way.get() else { return Err(unsupported("a tensor without a codec")) };
-            self.builder.begin_tensor(&plan.spec(way, true, self.selection.base(), self.selection.target()));
+            let Some(&choice) = plan.choice.get() else { return Err(unsupported("a tensor without a codec")) };
+            self.builder.begin_tensor(&plan.spec(choice, true, self.selection.base(), self.selection.target()));
             self.begun += 1;
         }
         Ok(())

@@ -5,7 +5,7 @@ use super::source::Source;
 use crate::cuda::abi::{self, EncodeChunk, EncodeState, form};
 use crate::cuda::hashes::HashRange;
 use crate::cuda::runtime::memory::{DeviceSlice, PinnedBuffer};
-use crate::encode::{LaneRange, Plan, RangeEstimate, Way, low_bits};
+use crate::encode::{Candidate, LaneEstimate, LaneRange, Plan, low_bits};
 use std::collections::HashMap;
 use std::sync::Arc;
 use tpde_core::codec::conditioned::{ModelTables, estimated_size, shape, size_of_cost, tokens_within};
@@ -134,7 +134,7 @@ impl Tables {
 }
 
 fn tables_of(plan: &Plan, from_base: bool) -> Option<&Arc<TableSet>> {
-    plan.tables_of(Way { from_base, codec: Codec::Conditioned })
+    plan.tables_of(Candidate { from_base, codec: Codec::Conditioned })
 }
 
 /// A chunk to encode: the index of its tensor, the plan of the tensor, and its number in the tensor.
@@ -230,8 +230,8 @@ fn ranges_of<'j, 'a>(jobs: &'j [ChunkJob<'a>]) -> impl Iterator<Item = (LaneRang
     jobs.iter().map(|&(_, plan, number)| {
         let first = number << plan.chunk_lanes_log2;
         let lanes = (plan.lanes - first).min(1 << plan.chunk_lanes_log2);
-        let way = way_of(plan);
-        (LaneRange { plan, from_base: way.from_base, first, lanes }, way.codec)
+        let candidate = candidate_of(plan);
+        (LaneRange { plan, from_base: candidate.from_base, first, lanes }, candidate.codec)
     })
 }
 
@@ -249,22 +249,17 @@ impl<'a> Wave<'a> {
 }
 
 /// Estimates payloads, as the encoder of the processor does. `tables` has the sets of all plans.
-pub(super) fn estimate(
-    session: &Session<'_>,
-    source: &Source,
-    tables: &Tables,
-    ranges: &[LaneRange<'_>],
-) -> Result<Vec<RangeEstimate>> {
-    let analysis = Analysis::queue(session, source, ranges.iter().copied())?;
-    let analysed = AnalysisResults::new(session, tables, analysis, ranges.iter().map(|&range| (range, Codec::Conditioned)))?;
+pub(super) fn estimate(session: &Session<'_>, source: &Source, tables: &Tables, of: &[LaneRange<'_>]) -> Result<Vec<LaneEstimate>> {
+    let analysis = Analysis::queue(session, source, of.iter().copied())?;
+    let analysed = AnalysisResults::new(session, tables, analysis, of.iter().map(|&range| (range, Codec::Conditioned)))?;
     let result = |((range, chunk), state): ((&LaneRange<'_>, &EncodeChunk), EncodeState)| {
         let choice = (chunk.tables != abi::NO_TABLES).then_some((state.cost, state.coded as usize));
         let size = ((u64::from(chunk.lanes) << chunk.lane_log2) as usize, 1 << chunk.lane_log2);
         let (changed, low_bits) = (state.changed, chunk.low_bits.into());
         let conditioned = estimated_size(changed as usize, choice, low_bits, size, range.plan.decode_cost);
-        RangeEstimate { changed, conditioned }
+        LaneEstimate { changed, conditioned }
     };
-    Ok(ranges.iter().zip(&analysed.chunks).zip(states_in(&analysed.found)).map(result).collect())
+    Ok(of.iter().zip(&analysed.chunks).zip(states_in(&analysed.found)).map(result).collect())
 }
 
 /// Reads states from host memory, one at a time: the pages of a list of all would be allocated anew for each wave.
@@ -272,10 +267,10 @@ pub(super) fn states_in(bytes: &[u8]) -> impl Iterator<Item = EncodeState> {
     bytes.chunks_exact(size_of::<EncodeState>()).filter_map(|state| EncodeState::read_from_bytes(state).ok())
 }
 
-/// The way in which a plan's chunks are coded.
-fn way_of(plan: &Plan) -> Way {
+/// The candidate with which a plan's chunks are coded.
+fn candidate_of(plan: &Plan) -> Candidate {
     // Each plan has one when waves begin.
-    plan.way.get().copied().unwrap_or(Way { from_base: plan.base_kind != BaseKind::None, codec: Codec::Raw })
+    plan.choice.get().copied().unwrap_or(Candidate { from_base: plan.base_kind != BaseKind::None, codec: Codec::Raw })
 }
 
 impl Chunk<'_> {
@@ -287,7 +282,7 @@ impl Chunk<'_> {
     fn choose_form(&mut self) {
         let uncoded = self.uncoded();
         let Self { job: (_, plan, _), device, state } = self;
-        device.form = match way_of(plan).codec {
+        device.form = match candidate_of(plan).codec {
             _ if state.changed == 0 => form::NONE,
             Codec::Raw => form::RAW,
             // Exceptions replace no low bits.

@@ -141,7 +141,7 @@ impl<'a> Digests<'a> {
     /// returns `None` if they are not complete.
     pub fn of(&mut self, source: &Source, plan: &Plan, waits: bool) -> Result<Option<(Option<Digest>, Digest)>> {
         loop {
-            let from_base = plan.way.get().is_none_or(|way| way.from_base) && source.base(plan).is_some();
+            let from_base = plan.choice.get().is_none_or(|choice| choice.from_base) && source.base(plan).is_some();
             let base = plan.base.filter(|_| from_base).map(|i| self.base[i as usize]);
             match (base, self.target[plan.target as usize]) {
                 (None, Some(target)) => return Ok(Some((None, target))),

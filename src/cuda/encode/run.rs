@@ -75,8 +75,8 @@ pub(super) fn encode<W: Blob>(job: &Job<'_>, files: Vec<FileSpec>, builder: Pair
                     Ok(())
                 })?;
             }
-            let ways = plans.iter().filter_map(|plan| plan.way.get().map(|way| (plan, way)));
-            let coded = ways.filter(|(_, way)| way.codec == Codec::Conditioned).map(|(plan, way)| (plan, way.from_base));
+            let choices = plans.iter().filter_map(|plan| plan.choice.get().map(|choice| (plan, choice)));
+            let coded = choices.filter(|(_, of)| of.codec == Codec::Conditioned).map(|(plan, of)| (plan, of.from_base));
             Ok((Tables::upload(&session, coded)?, first))
         };
         let waves = Waves { job, after: after.as_ref(), source: &source, tables: OnceLock::new(), waves: &waves };
@@ -179,7 +179,7 @@ mod tests {
             tables: Default::default(),
             derived: None,
             part: None,
-            way: Default::default(),
+            choice: Default::default(),
         };
         (plan, Source::of_one(memory, rows))
     }

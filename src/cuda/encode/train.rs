@@ -6,7 +6,7 @@ use super::job::Job;
 use super::session::{Session, SessionGuard};
 use super::source::Source;
 use crate::cuda::abi;
-use crate::encode::{Estimator, Group, LaneRange, PIECE, Pieces, Plan, RangeEstimate, choose_ways, group, low_bits, train_with};
+use crate::encode::{Estimator, Group, LaneEstimate, LaneRange, PIECE, Pieces, Plan, choose_coding, group, low_bits, train_with};
 use crate::watch::Progress;
 use std::collections::BTreeMap;
 use tpde_core::codec::conditioned::{Sample, tokens_within};
@@ -17,9 +17,9 @@ const PIECES: usize = 2048;
 /// Number of rows that are copied to the host with their number.
 const ROWS: usize = 512;
 
-/// Sets tables and way of every plan for profile `device`, as the encoder of the processor does.
+/// Sets tables and choice of every plan for profile `device`, as the encoder of the processor does.
 pub(super) fn choose(session: &Session<'_>, source: &Source, job: &Job<'_>, plans: &mut [Plan]) -> Result<()> {
-    choose_ways(job.options, plans, &mut OnDevice { session, source, job, queued: &mut || {} })
+    choose_coding(job.options, plans, &mut OnDevice { session, source, job, queued: &mut || {} })
 }
 
 /// Sets the tables of every plan, as the encoder of the processor does. `queued` is called when the kernels of a sample are queued,
@@ -73,7 +73,7 @@ impl Estimator for OnDevice<'_> {
         Ok(())
     }
 
-    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<RangeEstimate>> {
+    fn estimate(&mut self, ranges: &[LaneRange<'_>]) -> Result<Vec<LaneEstimate>> {
         let Self { session, source, job, .. } = *self;
         if ranges.is_empty() {
             return Ok(Vec::new());

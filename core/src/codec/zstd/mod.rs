@@ -49,12 +49,12 @@ pub(super) struct Encoder {
     frames: library::Compressor,
     content: Content,
     /// Buffer for a candidate payload.
-    trial: Vec<u8>,
+    candidate: Vec<u8>,
 }
 
 impl Encoder {
     pub fn new() -> Result<Self> {
-        Ok(Self { frames: library::Compressor::new().map_err(zstd_error)?, content: Content::default(), trial: Vec::new() })
+        Ok(Self { frames: library::Compressor::new().map_err(zstd_error)?, content: Content::default(), candidate: Vec::new() })
     }
 
     /// Appends the smallest payload, and returns its size in each tried layout. If the first dense layout takes more than
@@ -94,13 +94,13 @@ impl Encoder {
             } else {
                 self.content.put_sparse(layout, deltas.of_changed());
             }
-            self.trial.clear();
-            self.frames.compress(self.content.bytes(), self.content.parts(), &mut self.trial).map_err(zstd_error)?;
-            let size = self.trial.len();
+            self.candidate.clear();
+            self.frames.compress(self.content.bytes(), self.content.parts(), &mut self.candidate).map_err(zstd_error)?;
+            let size = self.candidate.len();
             if sizes.is_empty() || size < payload.len() - start {
                 encoded = Encoded { uncompressed_size: self.content.bytes().len() as u32, num_deltas: difference.changed as u32 };
                 payload.truncate(start);
-                payload.extend(&self.trial);
+                payload.extend(&self.candidate);
             }
             let first_of_kind = sizes.iter().all(|(other, _)| is_dense(*other) != is_dense(layout));
             sizes.push((layout, size));

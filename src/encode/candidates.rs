@@ -1,9 +1,9 @@
-//! Tries the ways in which a chunk may be coded, to find the smallest.
+//! Tries the candidates for the coding of a chunk, to find the smallest.
 //!
-//! A chunk is encoded in every way that may be the smallest. For clearly larger ways the size is only estimated. The result depends
-//! only on the chunk's lanes and the options, not on the number of threads.
+//! A chunk is encoded as every candidate that may be the smallest. For clearly larger ones the size is only estimated. The result
+//! depends only on the chunk's lanes and the options, not on the number of threads.
 
-use super::options::{CodecChoice, EncodeOptions, Way};
+use super::options::{Candidate, CodecChoice, EncodeOptions};
 use super::plan::Plan;
 use crate::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
@@ -19,7 +19,7 @@ use tpde_core::error::Result;
 use tpde_core::format::{BaseKind, DIGEST_SIZE, PAYLOAD_ALIGN};
 use tpde_core::lane::Dtype;
 
-/// Minimum and maximum number of lanes per run. Ways are first tried on a sample of the chunk, which consists of `RUNS` runs.
+/// Minimum and maximum number of lanes per run. Candidates are first tried on a sample of `RUNS` runs of the chunk.
 const RUN: RangeInclusive<usize> = 512..=4096;
 /// Number of masks in the shortest run. A mask covers 64 lanes.
 const MASKS: usize = *RUN.start() / 64;
@@ -30,28 +30,28 @@ const SAMPLED_LANES: usize = 4 * RUNS * *RUN.start();
 /// Codec `zstd` encodes up to `2 * FEW` changes quickly, so such chunks are not sampled. If there are more changes, on at most a
 /// quarter of the lanes, the sample has at least `FEW` changes.
 const FEW: u64 = 1 << 9;
-/// If a payload is smaller than 1/`SMALL` of the chunk, a rough estimate of the other ways is enough.
+/// If a payload is smaller than 1/`SMALL` of the chunk, a rough estimate of the other candidates is enough.
 const SMALL: u64 = 64;
 /// Estimated size, in bytes, of the parts of a payload that do not grow with the number of lanes: headers and tables.
 const FIXED_BYTES: u64 = 128;
 
-/// The result of trying a way on a chunk.
-pub(super) struct Attempt {
-    pub way: Way,
+/// The outcome of trying a candidate on a chunk.
+pub(super) struct Outcome {
+    pub candidate: Candidate,
     /// Size of the padded payload in bytes. An estimate if `payload` is `None`.
     pub size: u64,
     pub payload: Option<(Vec<u8>, Encoded)>,
-    /// Digest of the payload, after [`Attempt::hash`].
+    /// Digest of the payload, after [`Outcome::hash`].
     pub digest: Option<[u8; DIGEST_SIZE]>,
 }
 
-impl Attempt {
-    fn made(way: Way, payload: (Vec<u8>, Encoded)) -> Self {
-        Self { way, size: padded(&payload.0), payload: Some(payload), digest: None }
+impl Outcome {
+    fn made(candidate: Candidate, payload: (Vec<u8>, Encoded)) -> Self {
+        Self { candidate, size: padded(&payload.0), payload: Some(payload), digest: None }
     }
 
-    fn not_made(way: Way, size: u64) -> Self {
-        Self { way, size, payload: None, digest: None }
+    fn not_made(candidate: Candidate, size: u64) -> Self {
+        Self { candidate, size, payload: None, digest: None }
     }
 
     /// Hashes the payload, so that the builder, which works on one thread, need not.
@@ -78,83 +78,83 @@ pub(super) struct Encoders {
 }
 
 impl Encoders {
-    /// Encodes a chunk in `way`. `difference` is the difference from the base lanes, or from zeros if the tensor has no base.
+    /// Encodes a chunk as `candidate`. `difference` is that from the base lanes, or from zeros if the tensor has no base.
     pub fn encode(
         &mut self,
         plan: &Plan,
-        way: Way,
+        candidate: Candidate,
         options: &EncodeOptions,
         difference: Difference<'_>,
     ) -> Result<(Vec<u8>, Encoded)> {
         let Difference { target, .. } = difference;
-        let difference = match way.from_base == has_base(plan) {
+        let difference = match candidate.from_base == has_base(plan) {
             true => difference,
             false => Difference::find(plan.dtype, zeros(&mut self.zeros, target.len()), target, &mut self.masks),
         };
-        let encoder = encoder(&mut self.encoders, way)?;
-        if way.codec == Codec::Zstd && !matches!(options.codec, CodecChoice::Only(_)) {
-            let trial = Trial::begin(encoder, plan, way, difference, u64::MAX)?;
-            return trial.payload(encoder, plan, difference);
+        let encoder = encoder(&mut self.encoders, candidate)?;
+        if candidate.codec == Codec::Zstd && !matches!(options.codec, CodecChoice::Only(_)) {
+            let state = CandidateState::begin(encoder, plan, candidate, difference, u64::MAX)?;
+            return state.payload(encoder, plan, difference);
         }
         // If the options fix the codec, they may also fix the layout. Otherwise the encoder chooses it for this chunk.
         let mut payload = Vec::new();
-        let encoded = encoder.encode_difference(plan.coding(way, options.layout), difference, &mut payload)?;
+        let encoded = encoder.encode_difference(plan.coding(candidate, options.layout), difference, &mut payload)?;
         Ok((payload, encoded))
     }
 
-    /// Estimated size in bytes of a payload of codec `conditioned`. `difference` is the difference from the base lanes, or from zeros.
+    /// Estimated size in bytes of a payload of codec `conditioned`. `difference` is that from the base lanes or from zeros.
     pub fn estimate(&mut self, plan: &Plan, from_base: bool, difference: Difference<'_>) -> Result<u64> {
-        let way = Way { from_base, codec: Codec::Conditioned };
-        Ok(encoder(&mut self.encoders, way)?.estimate(plan.coding(way, None), difference))
+        let candidate = Candidate { from_base, codec: Codec::Conditioned };
+        Ok(encoder(&mut self.encoders, candidate)?.estimate(plan.coding(candidate, None), difference))
     }
 
-    /// Tries all ways on a chunk. `difference` is as for [`encode`](Self::encode).
+    /// Tries all candidates on a chunk. `difference` is as for [`encode`](Self::encode).
     ///
-    /// Each way is first tried on a part of the chunk. Ways whose estimates are close to the smallest are then tried on the whole
+    /// Each candidate is first tried on a part of the chunk. Those that are estimated close to the smallest are then tried on the whole
     /// chunk, in ascending order of the estimates.
-    pub fn attempts(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Attempt>> {
-        let ways = match plan.way.get() {
-            Some(&way) => vec![way],
-            None => options.codec.ways(has_base(plan)),
+    pub fn try_candidates(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Outcome>> {
+        let candidates = match plan.choice.get() {
+            Some(&candidate) => vec![candidate],
+            None => options.codec.candidates(has_base(plan)),
         };
-        if let [way] = ways[..] {
-            return Ok(vec![Attempt::made(way, self.encode(plan, way, options, difference)?)]);
+        if let [candidate] = candidates[..] {
+            return Ok(vec![Outcome::made(candidate, self.encode(plan, candidate, options, difference)?)]);
         }
         let Self { encoders, zeros: buffer, masks } = self;
         let target = difference.target;
         let zeros = zeros(buffer, target.len());
         let part_from_zeros = LazyCell::new(|| Part::of_lanes(plan.dtype, zeros, target).filter(Part::mostly_changes));
         let from_zeros = LazyCell::new(|| Difference::find(plan.dtype, zeros, target, masks));
-        let mut trials: Vec<Trial> = Vec::with_capacity(ways.len());
-        let mut least = u64::MAX;
-        for &way in &ways {
-            let encoder = encoder(encoders, way)?;
-            let trial = if way.from_base == has_base(plan) {
-                Trial::begin(encoder, plan, way, difference, least)?
+        let mut states: Vec<CandidateState> = Vec::with_capacity(candidates.len());
+        let mut best = u64::MAX;
+        for &candidate in &candidates {
+            let encoder = encoder(encoders, candidate)?;
+            let state = if candidate.from_base == has_base(plan) {
+                CandidateState::begin(encoder, plan, candidate, difference, best)?
             } else if let Some(part) = &*part_from_zeros {
-                match SMALL * least < target.len() as u64 {
-                    true => Trial::of_part(encoder, plan, way, &part.quarter(plan.dtype), least)?,
-                    false => Trial::of_part(encoder, plan, way, part, least)?,
+                match SMALL * best < target.len() as u64 {
+                    true => CandidateState::of_part(encoder, plan, candidate, &part.quarter(plan.dtype), best)?,
+                    false => CandidateState::of_part(encoder, plan, candidate, part, best)?,
                 }
             } else {
-                Trial::begin(encoder, plan, way, *from_zeros, least)?
+                CandidateState::begin(encoder, plan, candidate, *from_zeros, best)?
             };
-            least = least.min(trial.attempt.size);
-            trials.push(trial);
+            best = best.min(state.outcome.size);
+            states.push(state);
         }
-        let mut order: Vec<usize> = (0..trials.len()).collect();
-        order.sort_by_key(|&i| trials[i].attempt.size);
-        let mut least = trials.iter().filter(|trial| trial.attempt.payload.is_some()).map(|trial| trial.attempt.size).min();
-        for trial in order {
-            let trial = &mut trials[trial];
-            if trial.attempt.payload.is_none() && least.is_none_or(|least| trial.may_be_below(least)) {
-                let way = trial.attempt.way;
-                let difference = if way.from_base == has_base(plan) { difference } else { *from_zeros };
-                trial.end(encoder(encoders, way)?, plan, difference, least.unwrap_or(u64::MAX))?;
-                least = least.into_iter().chain([trial.attempt.size]).min();
+        let mut order: Vec<usize> = (0..states.len()).collect();
+        order.sort_by_key(|&i| states[i].outcome.size);
+        let mut best = states.iter().filter(|state| state.outcome.payload.is_some()).map(|state| state.outcome.size).min();
+        for state in order {
+            let state = &mut states[state];
+            if state.outcome.payload.is_none() && best.is_none_or(|best| state.may_be_below(best)) {
+                let candidate = state.outcome.candidate;
+                let difference = if candidate.from_base == has_base(plan) { difference } else { *from_zeros };
+                state.end(encoder(encoders, candidate)?, plan, difference, best.unwrap_or(u64::MAX))?;
+                best = best.into_iter().chain([state.outcome.size]).min();
             }
         }
-        Ok(trials.into_iter().map(|trial| trial.attempt).collect())
+        Ok(states.into_iter().map(|state| state.outcome).collect())
     }
 }
 
@@ -162,22 +162,22 @@ fn has_base(plan: &Plan) -> bool {
     plan.base_kind != BaseKind::None
 }
 
-fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], way: Way) -> Result<&mut ChunkEncoder> {
-    match &mut encoders[usize::from(!way.from_base)] {
+fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], candidate: Candidate) -> Result<&mut ChunkEncoder> {
+    match &mut encoders[usize::from(!candidate.from_base)] {
         Some(encoder) => Ok(encoder),
         none => Ok(none.insert(ChunkEncoder::new()?)),
     }
 }
 
-/// The state of trying a way on a chunk.
-struct Trial {
-    attempt: Attempt,
+/// The state of trying a candidate on a chunk.
+struct CandidateState {
+    outcome: Outcome,
     /// Layouts of codec `zstd` to try on the whole chunk. If empty, all are tried.
     layouts: Vec<Layout>,
     precision: Precision,
 }
 
-/// The precision of a trial's size.
+/// The precision of a candidate's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Precision {
     /// The exact size.
@@ -188,99 +188,99 @@ enum Precision {
     Repeats,
 }
 
-impl Trial {
-    fn new(way: Way, size: u64, precision: Precision) -> Self {
-        Self { attempt: Attempt::not_made(way, size.next_multiple_of(PAYLOAD_ALIGN)), layouts: Vec::new(), precision }
+impl CandidateState {
+    fn new(candidate: Candidate, size: u64, precision: Precision) -> Self {
+        Self { outcome: Outcome::not_made(candidate, size.next_multiple_of(PAYLOAD_ALIGN)), layouts: Vec::new(), precision }
     }
 
-    /// Tries a way on a chunk, or on a part of it. `least` is the smallest size so far.
-    fn begin(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, difference: Difference<'_>, least: u64) -> Result<Self> {
+    /// Tries a candidate on a chunk, or on a part of it. `best` is the smallest size so far.
+    fn begin(encoder: &mut ChunkEncoder, plan: &Plan, candidate: Candidate, difference: Difference<'_>, best: u64) -> Result<Self> {
         if difference.changed == 0 {
-            return Ok(Self { attempt: Attempt::made(way, Default::default()), ..Self::new(way, 0, Precision::Exact) });
+            return Ok(Self { outcome: Outcome::made(candidate, Default::default()), ..Self::new(candidate, 0, Precision::Exact) });
         }
-        if let Some(size) = size_without_tables(plan, way, difference) {
-            return Ok(Self::new(way, size, Precision::Exact));
+        if let Some(size) = size_without_tables(plan, candidate, difference) {
+            return Ok(Self::new(candidate, size, Precision::Exact));
         }
-        // If at most half of the lanes change, the first way is usually the smallest.
-        let whole = least == u64::MAX && 2 * difference.changed <= difference.lanes();
-        match if whole { None } else { Part::of(way.codec, difference) } {
-            Some(part) => Self::of_part(encoder, plan, way, &part, least),
+        // If at most half of the lanes change, the first candidate is usually the smallest.
+        let whole = best == u64::MAX && 2 * difference.changed <= difference.lanes();
+        match if whole { None } else { Part::of(candidate.codec, difference) } {
+            Some(part) => Self::of_part(encoder, plan, candidate, &part, best),
             None => {
-                let mut trial = Self::new(way, 0, Precision::Near);
-                trial.end(encoder, plan, difference, least)?;
-                Ok(trial)
+                let mut state = Self::new(candidate, 0, Precision::Near);
+                state.end(encoder, plan, difference, best)?;
+                Ok(state)
             }
         }
     }
 
-    /// Estimates the size of a chunk in `way` from a part of the chunk.
-    fn of_part(encoder: &mut ChunkEncoder, plan: &Plan, way: Way, part: &Part<'_>, least: u64) -> Result<Self> {
+    /// Estimates the size of a chunk as `candidate` from a part of the chunk.
+    fn of_part(encoder: &mut ChunkEncoder, plan: &Plan, candidate: Candidate, part: &Part<'_>, best: u64) -> Result<Self> {
         let difference = part.difference(plan.dtype);
-        if let Some(size) = size_without_tables(plan, way, difference) {
-            return Ok(Self::new(way, part.whole(size), Precision::Near));
+        if let Some(size) = size_without_tables(plan, candidate, difference) {
+            return Ok(Self::new(candidate, part.whole(size), Precision::Near));
         }
-        let mut trial = Self::new(way, 0, Precision::Near);
+        let mut state = Self::new(candidate, 0, Precision::Near);
         let mut payload = Vec::new();
-        if way.codec == Codec::Zstd {
+        if candidate.codec == Codec::Zstd {
             let many = part.many;
             // Layouts differ less in size if many lanes change, so the limit is tighter.
-            let enough = part.share(least.saturating_mul(if many { 9 } else { 10 }) / 8) + FIXED_BYTES;
+            let enough = part.share(best.saturating_mul(if many { 9 } else { 10 }) / 8) + FIXED_BYTES;
             let (encoded, sizes) = encoder.smallest_frame(difference, Layouts::Any, enough, &mut payload)?;
             if is_repeats(encoded, payload.len()) {
-                trial.precision = Precision::Repeats;
+                state.precision = Precision::Repeats;
             } else {
-                trial.layouts = close(&sizes, payload.len(), many);
+                state.layouts = close(&sizes, payload.len(), many);
             }
         } else {
-            encoder.encode_difference(plan.coding(way, None), difference, &mut payload)?;
+            encoder.encode_difference(plan.coding(candidate, None), difference, &mut payload)?;
         }
-        trial.attempt.size = part.whole((payload.len() as u64).saturating_sub(FIXED_BYTES));
-        Ok(trial)
+        state.outcome.size = part.whole((payload.len() as u64).saturating_sub(FIXED_BYTES));
+        Ok(state)
     }
 
-    /// Whether this way may give at most `least` bytes.
-    fn may_be_below(&self, least: u64) -> bool {
-        let size = self.attempt.size;
+    /// Whether this candidate may give at most `best` bytes.
+    fn may_be_below(&self, best: u64) -> bool {
+        let size = self.outcome.size;
         match self.precision {
-            Precision::Exact => size <= least,
-            Precision::Near => 16 * size <= 17 * least,
-            Precision::Repeats => size <= 8 * least,
+            Precision::Exact => size <= best,
+            Precision::Near => 16 * size <= 17 * best,
+            Precision::Repeats => size <= 8 * best,
         }
     }
 
     /// Encodes the whole chunk, unless that is done, and returns the payload.
     fn payload(mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>) -> Result<(Vec<u8>, Encoded)> {
         loop {
-            match self.attempt.payload {
+            match self.outcome.payload {
                 Some(payload) => return Ok(payload),
                 None => self.end(encoder, plan, difference, u64::MAX)?,
             }
         }
     }
 
-    /// Encodes the whole chunk. `least` is the smallest size so far.
-    fn end(&mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>, least: u64) -> Result<()> {
-        let way = self.attempt.way;
+    /// Encodes the whole chunk. `best` is the smallest size so far.
+    fn end(&mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>, best: u64) -> Result<()> {
+        let candidate = self.outcome.candidate;
         let mut payload = Vec::new();
-        let encoded = match way.codec {
+        let encoded = match candidate.codec {
             Codec::Zstd => {
                 let layouts = if self.layouts.is_empty() { Layouts::Any } else { Layouts::These(&self.layouts) };
-                let enough = if self.precision == Precision::Repeats { u64::MAX } else { least.saturating_mul(3) / 2 };
+                let enough = if self.precision == Precision::Repeats { u64::MAX } else { best.saturating_mul(3) / 2 };
                 encoder.smallest_frame(difference, layouts, enough, &mut payload)?.0
             }
-            _ => encoder.encode_difference(plan.coding(way, None), difference, &mut payload)?,
+            _ => encoder.encode_difference(plan.coding(candidate, None), difference, &mut payload)?,
         };
-        self.attempt = Attempt::made(way, (payload, encoded));
+        self.outcome = Outcome::made(candidate, (payload, encoded));
         Ok(())
     }
 }
 
-/// Payload size in bytes, for ways whose size can be computed without encoding: codec `raw`, and codec `conditioned` without
+/// Payload size in bytes, for candidates whose size can be computed without encoding: codec `raw`, and codec `conditioned` without
 /// tables.
-fn size_without_tables(plan: &Plan, way: Way, difference: Difference<'_>) -> Option<u64> {
-    match way.codec {
+fn size_without_tables(plan: &Plan, candidate: Candidate, difference: Difference<'_>) -> Option<u64> {
+    match candidate.codec {
         Codec::Raw => Some(raw_size(difference.changed as u32, plan.dtype.lane_bytes())),
-        Codec::Conditioned if plan.tables_of(way).is_none() => Some(uncoded_size(difference) as u64),
+        Codec::Conditioned if plan.tables_of(candidate).is_none() => Some(uncoded_size(difference) as u64),
         Codec::Conditioned | Codec::Zstd => None,
     }
 }
