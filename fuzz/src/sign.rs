@@ -203,7 +203,7 @@ pub fn part_bytes(whole: &[u8], entry: &Tensor<'_>) -> Vec<u8> {
 pub fn lanes_of_base<B: AsRef<[u8]>>(tensor: &Tensor<'_>, bases: &[(TensorInfo, B)]) -> Vec<u8> {
     if tensor.derived.is_some() {
         let base = MemoryCheckpoint::new(bases.iter().map(|(info, bytes)| (info.clone(), bytes.as_ref())));
-        return internals::formed_lanes(tensor, &base.expect("tensors as long as their shapes say")).unwrap_or_default();
+        return internals::converted_lanes(tensor, &base.expect("tensors as long as their shapes say")).unwrap_or_default();
     }
     let base = bases.iter().find(|(info, _)| tensor.base_kind != BaseKind::None && info.name == tensor.base_name);
     base.map_or(Vec::new(), |(_, bytes)| part_bytes(bytes.as_ref(), tensor))

@@ -33,7 +33,7 @@ pub(super) struct TensorRows {
     pub output_pitch: u64,
 }
 
-/// How the base lanes of a tensor are formed: `TensorForm` of `format.cuh`.
+/// How the base lanes of a tensor are converted: `TensorForm` of `format.cuh`.
 #[derive(Debug, Clone, Copy, Default, Immutable, IntoBytes)]
 #[repr(C)]
 pub(super) struct TensorForm {

@@ -90,7 +90,7 @@ fn rebuild_with(
             if let Some(base_index) = base_index {
                 load(device, work, &tensor, base_index, &base)?;
             }
-            // `work.base` has formed lanes where the base is derived: their digest is compared too.
+            // `work.base` has converted lanes where the base is derived: their digest is compared too.
             bindings
                 .push(Binding::out_of_place(tensor_index, base_index.map(|_| base), outputs.slice(at, tensor.bytes())?).formed());
             let (base, target) = padded_bytes(entry);

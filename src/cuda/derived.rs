@@ -6,7 +6,7 @@ use tpde_core::derived::{BaseForm, Derived, MXFP4_BLOCK_BYTES};
 use tpde_core::lane::Dtype;
 use tpde_core::rectangle::Rectangle;
 
-/// What a derived base is formed from: for a part, rectangles of the base tensor and of the tensor of scales.
+/// What a derived base is converted from: for a part, rectangles of the base tensor and of the tensor of scales.
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct DerivedOnDevice {
     pub base: SourceTensor,

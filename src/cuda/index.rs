@@ -81,7 +81,7 @@ pub(super) struct TensorOnDevice {
     pub base_bytes: u64,
     pub chunk_count: u32,
     pub digests: TensorDigests,
-    /// The tensors from which the base lanes are formed, if the base is derived.
+    /// The tensors from which the base lanes are converted, if the base is derived.
     pub derived: Option<DerivedOnDevice>,
     /// The kernels' struct, without pointers.
     pub device: DeviceTensor,

@@ -1,11 +1,11 @@
-//! A checkpoint whose tensors are rectangles of the tensors of another checkpoint, or are formed from them.
+//! A checkpoint whose tensors are rectangles of the tensors of another checkpoint, or are converted from them.
 
 #![forbid(unsafe_code)]
 
-mod formed;
+mod converted;
 mod pieces;
 mod runs;
 
-pub(crate) use formed::Formed;
+pub(crate) use converted::{ConvertedTensor, ConvertedTensor as Formed};
 pub(crate) use pieces::{Cut, Piece};
 pub(crate) use runs::read_runs;

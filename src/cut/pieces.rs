@@ -1,6 +1,6 @@
 //! Pieces of the tensors of a checkpoint, as a checkpoint.
 
-use super::formed::Formed;
+use super::converted::ConvertedTensor;
 use super::runs::Region;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use std::path::PathBuf;
@@ -11,8 +11,8 @@ use tpde_core::layout::StridedLayout;
 pub(crate) enum Piece {
     /// A tensor of the other checkpoint, or a rectangle of it.
     Of(Region),
-    /// Lanes that are formed from tensors of the other checkpoint.
-    Formed(Formed),
+    /// Lanes that are converted from tensors of the other checkpoint.
+    Formed(ConvertedTensor),
 }
 
 impl Piece {
@@ -25,7 +25,7 @@ impl Piece {
     pub fn regions(&self) -> impl Iterator<Item = &Region> {
         let (first, second) = match self {
             Piece::Of(region) => (region, None),
-            Piece::Formed(formed) => formed.regions(),
+            Piece::Formed(converted) => converted.regions(),
         };
         std::iter::once(first).chain(second)
     }
@@ -49,7 +49,7 @@ impl<'a> Cut<'a> {
         self.pieces.push(piece);
     }
 
-    /// Tensor number, in the other checkpoint, of a piece. For a formed piece, the number of its base tensor.
+    /// Tensor number, in the other checkpoint, of a piece. For a converted piece, the number of its base tensor.
     #[cfg(feature = "cuda")]
     pub fn tensor(&self, piece: usize) -> usize {
         self.tensors_of(piece).next().unwrap_or(usize::MAX)
@@ -75,7 +75,7 @@ impl Checkpoint for Cut<'_> {
         let piece = self.pieces.get(tensor_index).ok_or_else(|| Error::InvalidArgument(format!("no piece {tensor_index}")))?;
         match piece {
             Piece::Of(region) => region.read_into(self.of, offset, out),
-            Piece::Formed(formed) => formed.read(self.of, offset, out),
+            Piece::Formed(converted) => converted.read(self.of, offset, out),
         }
     }
 
@@ -89,7 +89,7 @@ impl Checkpoint for Cut<'_> {
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
         match self.pieces.get(tensor_index) {
             Some(Piece::Of(region)) => region.is_held(self.of, offset..offset.saturating_add(size as u64)),
-            Some(Piece::Formed(formed)) => formed.is_held(self.of, offset, size),
+            Some(Piece::Formed(converted)) => converted.is_held(self.of, offset, size),
             None => false,
         }
     }

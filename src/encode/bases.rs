@@ -1,9 +1,9 @@
-//! Finds the base of a target tensor: a tensor of the base, or tensors of other dtypes from which its base lanes are formed.
+//! Finds the base of a target tensor: a tensor of the base, or tensors of other dtypes from which its base lanes are converted.
 
 use super::options::EncodeOptions;
 use super::plan::is_prefix;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::Formed;
+use crate::cut::ConvertedTensor;
 use serde::Serialize;
 use tpde_core::derived::{BaseForm, is_cast};
 use tpde_core::error::Escaped;
@@ -24,7 +24,7 @@ named! {
         Scales => "scales",
         /// The base tensor is quantised in blocks, and a part of the target has a part of a block.
         Blocks => "blocks",
-        /// The base holds only some elements of the base tensor, and lanes of another dtype would be formed from all.
+        /// The base holds only some elements of the base tensor, and lanes of another dtype would be converted from all.
         Held => "held",
         /// The pair is smaller without the base tensor, which may be unrelated.
         Larger => "larger",
@@ -79,7 +79,7 @@ impl BaseSearch {
     }
 }
 
-/// How base lanes are formed.
+/// How base lanes are converted.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Derivation {
     Cast(Dtype),
@@ -100,13 +100,13 @@ impl Derivation {
     }
 
     /// The base lanes of a part of a target tensor; `None` if the part has a part of a block.
-    pub fn formed(self, base: usize, target: &TensorInfo, part: &Rectangle) -> Option<Formed> {
+    pub fn converted(self, base: usize, target: &TensorInfo, part: &Rectangle) -> Option<ConvertedTensor> {
         match self {
-            Derivation::Cast(base_dtype) => Some(Formed::cast(target.dtype, base_dtype, &target.shape, part, base)),
+            Derivation::Cast(base_dtype) => Some(ConvertedTensor::cast(target.dtype, base_dtype, &target.shape, part, base)),
             Derivation::Dequantised(form, scales) => form
                 .cut_dim(&target.shape, &part.origin, &part.extent)
                 .is_none()
-                .then(|| Formed::dequantised(target.dtype, form, &target.shape, part, base, scales)),
+                .then(|| ConvertedTensor::dequantised(target.dtype, form, &target.shape, part, base, scales)),
         }
     }
 }
@@ -135,13 +135,13 @@ pub(super) fn find_base(base: &dyn Checkpoint, name: &str, info: &TensorInfo, op
             }
         };
     }
-    let formed = match of.dtype {
+    let converted = match of.dtype {
         _ if !is_derived => BaseSearch::default(),
         Dtype::U8 => mxfp4(base, index, info),
         Dtype::F8E4m3 => fp8(base, index, info).or(|| cast(of, info, index)),
         _ => cast(of, info, index),
     };
-    formed.or(|| BaseSearch::unused(info, of, UnusedCause::Dtype, differs(info.dtype.name(), of.dtype.name())))
+    converted.or(|| BaseSearch::unused(info, of, UnusedCause::Dtype, differs(info.dtype.name(), of.dtype.name())))
 }
 
 /// Whether [`find_base`] may find a base of this name.

@@ -110,8 +110,8 @@ impl Encoders {
 
     /// Tries all candidates on a chunk. `difference` is as for [`encode`](Self::encode).
     ///
-    /// Each candidate is first tried on a part of the chunk. Those that are estimated close to the smallest are then tried on the whole
-    /// chunk, in ascending order of the estimates.
+    /// Each candidate is first tried on a part of the chunk. Those that are estimated close to the smallest are then tried on the
+    /// whole chunk, in ascending order of the estimates.
     pub fn try_candidates(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Outcome>> {
         let candidates = match plan.choice.get() {
             Some(&candidate) => vec![candidate],

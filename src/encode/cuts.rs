@@ -4,7 +4,7 @@ use super::bases::{Derivation, FoundBase, UnusedBase, UnusedCause, find_base};
 use super::options::EncodeOptions;
 use super::plan::{Plan, lanes, plan, plan_from};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::{Cut, Formed, Piece};
+use crate::cut::{ConvertedTensor, Cut, Piece};
 use tpde_core::error::{Error, Escaped, PartNotHeld, Result};
 use tpde_core::format::{BaseKind, FormatVersion};
 use tpde_core::index::{Tensor, ValidatedIndex};
@@ -85,7 +85,7 @@ struct Entries<'a> {
     base: Option<Cut<'a>>,
     /// For each entry, the number of its base in `base`.
     bases: Vec<Option<usize>>,
-    /// For each entry, how the lanes of its base are formed, if its base is derived.
+    /// For each entry, how the lanes of its base are converted, if its base is derived.
     derived: Vec<Option<DerivedSpec>>,
     parts: Vec<Option<PartSpec>>,
     /// Whether all tensors are covered.
@@ -182,9 +182,9 @@ impl<'a> Entries<'a> {
                     Some(Piece::of(found.base, part.as_ref().map(runs)))
                 }
                 None => None,
-                Some(derivation) => formed(base, found.base, derivation, info, &needed).ok().map(|formed| {
+                Some(derivation) => converted(base, found.base, derivation, info, &needed).ok().map(|converted| {
                     derived = Some(derivation.spec(base));
-                    Piece::Formed(formed)
+                    Piece::Formed(converted)
                 }),
             };
             if let Some(piece) = piece {
@@ -222,7 +222,7 @@ pub(super) fn unused_bases(
         let without_base = || index.entries(&info.name).filter(|entry| entry.base_kind == BaseKind::None);
         let (Some(found), None) = (candidates.found, &candidates.unused) else { return candidates.unused };
         let refused = |derivation: Derivation| {
-            without_base().find_map(|entry| formed(base, found.base, derivation, info, &entry.rectangle()).err())
+            without_base().find_map(|entry| converted(base, found.base, derivation, info, &entry.rectangle()).err())
         };
         let is_larger = || {
             let entries = index.entries(&info.name);
@@ -237,20 +237,20 @@ pub(super) fn unused_bases(
     target.tensors().iter().filter_map(unused).collect()
 }
 
-/// The derived base lanes of a part of a target tensor, or the reason why they cannot be formed.
-fn formed(
+/// The derived base lanes of a part of a target tensor, or the reason why they cannot be converted.
+fn converted(
     base: &dyn Checkpoint,
     base_index: usize,
     derivation: Derivation,
     info: &TensorInfo,
     part: &Rectangle,
-) -> Result<Formed, (UnusedCause, String)> {
-    match derivation.formed(base_index, info, part) {
+) -> Result<ConvertedTensor, (UnusedCause, String)> {
+    match derivation.converted(base_index, info, part) {
         None => Err((UnusedCause::Blocks, format!("expected parts of whole blocks, found {part}"))),
-        Some(formed) if !formed.is_held(base, 0, bytes_of(info, part)) => {
+        Some(converted) if !converted.is_held(base, 0, bytes_of(info, part)) => {
             Err((UnusedCause::Held, format!("expected all elements of {part}, found only some")))
         }
-        Some(formed) => Ok(formed),
+        Some(converted) => Ok(converted),
     }
 }
 

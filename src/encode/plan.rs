@@ -24,7 +24,7 @@ pub(crate) struct Plan {
     pub lanes: u64,
     /// Tables of codec `conditioned`, once trained: `[0]` for lanes coded from the base, `[1]` for lanes coded from zeros.
     pub tables: [OnceLock<Arc<TableSet>>; 2],
-    /// How base lanes are formed, if the base is derived.
+    /// How base lanes are converted, if the base is derived.
     pub derived: Option<Box<DerivedSpec>>,
     /// For a part, its place in the tensor.
     pub part: Option<Box<PartSpec>>,
@@ -37,7 +37,7 @@ impl Plan {
         self.dtype.lane_bytes() as u64
     }
 
-    /// The same plan for a base whose lanes are formed as `derived` says.
+    /// The same plan for a base whose lanes are converted as `derived` says.
     pub fn derived_from(self, derived: Option<DerivedSpec>) -> Self {
         let base_kind = match &derived {
             None => self.base_kind,

@@ -189,22 +189,22 @@ pub(super) fn encode_holding<W: Write>(
     let finished = builder.finish()?;
     target.check_unchanged()?;
     base.map_or(Ok(()), |base| base.check_unchanged())?;
-    // The digest of a derived base is that of the formed lanes.
+    // The digest of a derived base is that of the converted lanes.
     let derived = plans.iter().filter(|plan| plan.derived.is_some() && plan.choice.get().is_some_and(|choice| choice.from_base));
-    let formed_from = derived.filter_map(|plan| plan.base).flat_map(|i| selection.base_regions(i as usize));
-    check_digests(&finished, whole_base, whole_target, formed_from)?;
+    let converted_from = derived.filter_map(|plan| plan.base).flat_map(|i| selection.base_regions(i as usize));
+    check_digests(&finished, whole_base, whole_target, converted_from)?;
     let bases = plans.iter().filter_map(|plan| plan.base).flat_map(|i| selection.base_tensors(i as usize));
     let report = report(&finished, whole_base, whole_target, options, bases);
     Ok((finished, report))
 }
 
-/// Lets base and target compare the digests of the tensors that were read. `formed_from` are base tensors, or rectangles of them,
-/// from which lanes were formed.
+/// Lets base and target compare the digests of the tensors that were read. `converted_from` are base tensors, or rectangles of
+/// them, from which lanes were converted.
 fn check_digests<W>(
     finished: &Finished<W>,
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
-    formed_from: impl Iterator<Item = (usize, Option<StridedLayout>)>,
+    converted_from: impl Iterator<Item = (usize, Option<StridedLayout>)>,
 ) -> Result<()> {
     let entries = || finished.index.tensors();
     target.check_digests(&mut entries().filter_map(|tensor| {
@@ -217,8 +217,8 @@ fn check_digests<W>(
         let tensor_index = base.find(tensor.base_name)?;
         Some(ReadDigest { tensor_index, runs: tensor.layout(), digest: Some(tensor.base_digest()) })
     });
-    let formed_from = formed_from.map(|(tensor_index, runs)| ReadDigest { tensor_index, runs, digest: None });
-    base.check_digests(&mut copied.chain(formed_from))
+    let converted_from = converted_from.map(|(tensor_index, runs)| ReadDigest { tensor_index, runs, digest: None });
+    base.check_digests(&mut copied.chain(converted_from))
 }
 
 pub(crate) fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {

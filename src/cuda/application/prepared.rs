@@ -52,7 +52,7 @@ pub(super) struct LaunchData {
     pub tensors: u64,
     /// Rows of the tensors, if some are not [`Variant::Plain`], else 0.
     pub rows: u64,
-    /// How base lanes are formed, if some bases are derived, else 0.
+    /// How base lanes are converted, if some bases are derived, else 0.
     pub forms: u64,
     pub order: u64,
     pub records: u64,

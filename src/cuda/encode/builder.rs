@@ -37,7 +37,7 @@ type CheckDigests<'a> = Box<dyn Fn(&ValidatedIndex) -> Result<()> + Send + Sync 
 /// Device memory: the compressed bytes, and up to 512 MiB, whatever the size of the checkpoints. The digest of a tensor of more
 /// than 8 GiB needs 1,100 bytes per MiB besides. Rows with gaps, and lanes at
 /// addresses that are not multiples of their size, are copied before they are encoded: their bytes are read and written once
-/// more. Lanes of derived bases are formed there, and once more to be hashed. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
+/// more. Lanes of derived bases are converted there, and once more to be hashed. Calls wait until the pair is complete. After an error, nothing is published, and the device does no more work for the
 /// call.
 ///
 /// The streams of an encoding have high priority, except that of digests of tensors: hashing takes what the other kernels leave idle.

@@ -25,8 +25,8 @@ fn analysis_sizes(lanes: u64, lane_log2: u32) -> [u64; 4] {
     [blocks * BLOCK / 8, blocks * BLOCK / 8, 2 * blocks, 2 * lanes.div_ceil(tile_lanes(lane_log2))]
 }
 
-/// Returns the size of the memory for a chunk of up to `lanes` lanes, from lane `first` of an entry on: what the analysis finds out,
-/// copies of lanes, and entries of lists.
+/// Returns the size of the memory for a chunk of up to `lanes` lanes, from lane `first` of an entry on: what the analysis finds
+/// out, copies of lanes, and entries of lists.
 pub(super) fn memory_of(source: &Source, plan: &Plan, first: u64, lanes: u64) -> u64 {
     // Its description is in the lists of the analysis, of the streams twice, and of the payloads.
     const LISTS: usize = size_of::<EncodeState>() + 4 * size_of::<EncodeChunk>() + size_of::<HashRange>() + 32;

@@ -3,7 +3,7 @@
 //! The caller may know them. The others are hashed on the device, on a stream of their own, in batches of many tensors. Two batches
 //! are queued at a time. Hashing fills the gaps that the encoder's kernels leave, so digests may be complete later than payloads.
 
-use super::form::{self, Formed};
+use super::convert::{self, Conversion};
 use super::limits::Limits;
 use super::session::{SecondStream, Session};
 use super::source::{Lanes, Source};
@@ -60,8 +60,8 @@ pub(super) struct Digests<'a> {
     batches: VecDeque<(std::ops::Range<usize>, Hashes)>,
     /// `None` if all digests are known.
     stream: Option<SecondStream<'a>>,
-    /// Memory for formed lanes while they are hashed, if some bases are derived.
-    formed: Option<DeviceSlice>,
+    /// Memory for converted lanes while they are hashed, if some bases are derived.
+    converted: Option<DeviceSlice>,
     limits: Limits,
 }
 
@@ -86,8 +86,8 @@ impl<'a> Digests<'a> {
             };
             if let (Some(lanes), Some(i), Some(infos)) = (source.base(plan), plan.base, selection.base()) {
                 let i = i as usize;
-                // The digest of a derived base is that of its formed lanes.
-                base[i] = if lanes.formed.is_some() { None } else { known(known_bases, infos, i) };
+                // The digest of a derived base is that of its converted lanes.
+                base[i] = if lanes.conversion.is_some() { None } else { known(known_bases, infos, i) };
                 if base[i].is_none() && !std::mem::replace(&mut is_wanted[i], true) {
                     wanted.push((Operand::Base(i), lanes.clone()));
                 }
@@ -99,10 +99,10 @@ impl<'a> Digests<'a> {
             }
         }
         let stream = if wanted.is_empty() { None } else { Some(session.second_stream()?) };
-        let formed = wanted.iter().filter_map(|(_, lanes)| lanes.formed.as_deref()).map(Formed::bytes).max();
-        let formed =
-            formed.map(|bytes| session.alloc_separate(limits.formed.min(bytes.max(1).next_multiple_of(PIECE)))).transpose()?;
-        let mut digests = Self { base, target, wanted, queued: 0, batches: VecDeque::new(), stream, formed, limits };
+        let largest = wanted.iter().filter_map(|(_, lanes)| lanes.conversion.as_deref()).map(Conversion::bytes).max();
+        let converted =
+            largest.map(|bytes| session.alloc_separate(limits.converted.min(bytes.max(1).next_multiple_of(PIECE)))).transpose()?;
+        let mut digests = Self { base, target, wanted, queued: 0, batches: VecDeque::new(), stream, converted, limits };
         digests.queue()?;
         Ok(digests)
     }
@@ -112,22 +112,22 @@ impl<'a> Digests<'a> {
         let Some(SecondStream { stream, .. }) = &self.stream else { return Ok(()) };
         while self.batches.len() < AHEAD && self.queued < self.wanted.len() {
             let rest = &self.wanted[self.queued..];
-            let is_formed = rest.first().is_some_and(|(_, lanes)| lanes.formed.is_some());
+            let is_converted = rest.first().is_some_and(|(_, lanes)| lanes.conversion.is_some());
             let mut bytes = 0u64;
-            // A formed tensor has longer entries in lists.
-            let most = if is_formed { BATCH_TENSORS / 4 } else { BATCH_TENSORS };
+            // A converted tensor has longer entries in lists.
+            let most = if is_converted { BATCH_TENSORS / 4 } else { BATCH_TENSORS };
             let count = rest.iter().take(most).take_while(|(_, lanes)| {
                 let is_first = bytes == 0;
-                bytes += if is_formed { lanes.bytes() } else { lanes.memory.bytes() };
-                lanes.formed.is_some() == is_formed && (is_first || bytes <= self.limits.hashed)
+                bytes += if is_converted { lanes.bytes() } else { lanes.memory.bytes() };
+                lanes.conversion.is_some() == is_converted && (is_first || bytes <= self.limits.hashed)
             });
             let range = self.queued..self.queued + count.count();
             let batch = &self.wanted[range.clone()];
-            let hashes = match &self.formed {
-                Some(buffer) if is_formed => {
-                    let bases: Vec<_> = batch.iter().filter_map(|(_, lanes)| lanes.formed.as_deref()).collect();
+            let hashes = match &self.converted {
+                Some(buffer) if is_converted => {
+                    let bases: Vec<_> = batch.iter().filter_map(|(_, lanes)| lanes.conversion.as_deref()).collect();
                     let device = stream.device();
-                    form::queue_hashes(stream, device.kernels.form(&device.context)?, buffer, &bases)?
+                    convert::queue_hashes(stream, device.kernels.form(&device.context)?, buffer, &bases)?
                 }
                 _ => Hashes::queue(stream, &batch.iter().map(|(_, lanes)| (lanes.memory.clone(), lanes.rows)).collect::<Vec<_>>())?,
             };

@@ -2,9 +2,9 @@
 
 /// Sizes of device memory. Tests make them small, so that small checkpoints need several rounds.
 ///
-/// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the analysis of a wave, `scratch` and
-/// `wave` or `ahead`; when streams are written, the same and `payloads`, twice if streams overflow. While tables are trained, the
-/// first thread has no memory, the others have that of [`Limits::in_training`], and training has the rest.
+/// Each of [`WORKERS`] threads has at most `memory` bytes for all but payloads and digests: in the analysis of a wave, `scratch`
+/// and `wave` or `ahead`; when streams are written, the same and `payloads`, twice if streams overflow. While tables are trained,
+/// the first thread has no memory, the others have that of [`Limits::in_training`], and training has the rest.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Limits {
     /// Maximum size of the chunks of a wave, which are analysed together, in bytes of lanes. A wave may have one chunk more.
@@ -24,8 +24,8 @@ pub(in crate::cuda) struct Limits {
     pub room: u64,
     /// Maximum size of the tensors that are hashed in one launch, in bytes. A tensor may have more.
     pub hashed: u64,
-    /// Size of the memory for formed lanes that are hashed, in bytes: a multiple of 32 KiB.
-    pub formed: u64,
+    /// Size of the memory for converted lanes that are hashed, in bytes: a multiple of 32 KiB.
+    pub converted: u64,
     /// From this number of segments per multiprocessor on, one warp encodes a segment, otherwise several.
     pub alone: u64,
 }
@@ -59,7 +59,7 @@ impl Default for Limits {
             payloads: 32 << 20,
             room: 320,
             hashed: 4 << 30,
-            formed: 12 << 20,
+            converted: 12 << 20,
             alone: 16,
         }
     }

@@ -3,7 +3,7 @@
 //! | file | work |
 //! |---|---|
 //! | `source` | base and target: the memory of each entry, and copies without gaps |
-//! | `form` | base lanes that are formed from tensors of other dtypes |
+//! | `convert` | base lanes that are converted from tensors of other dtypes |
 //! | `session` | memory, launches and copies of an encoding |
 //! | `chunks` | chunks: analysed, their maps chosen, their coded lanes counted |
 //! | `train` | samples for tables; the tables are made on the host |
@@ -21,8 +21,8 @@ mod assembly;
 mod blob;
 mod builder;
 mod chunks;
+mod convert;
 mod digests;
-mod form;
 mod job;
 mod limits;
 mod payloads;

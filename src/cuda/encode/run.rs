@@ -209,10 +209,10 @@ mod tests {
     fn memory_is_within_its_bound() {
         const MIB: u64 = 1 << 20;
         let limits = Limits::default();
-        // Besides, digests need about 10 bytes per KiB of two batches, and memory for formed lanes. Sizes are rounded up.
+        // Besides, digests need about 10 bytes per KiB of two batches, and memory for converted lanes. Sizes are rounded up.
         let workers = WORKERS as u64;
-        assert!(workers * limits.memory + 2 * limits.hashed / 950 + limits.formed + 2 * 5 * MIB <= 512 * MIB);
-        assert!(limits.formed.is_multiple_of(crate::cuda::hashes::PIECE));
+        assert!(workers * limits.memory + 2 * limits.hashed / 950 + limits.converted + 2 * 5 * MIB <= 512 * MIB);
+        assert!(limits.converted.is_multiple_of(crate::cuda::hashes::PIECE));
         // While a wave is analysed, and while streams are written that overflow: 16 MiB are for the streams of one chunk.
         assert!(limits.scratch + limits.wave.max(limits.ahead) + 8 * MIB <= limits.memory);
         assert!(limits.scratch + limits.wave + limits.payloads + 8 * MIB <= limits.memory);

@@ -1,6 +1,6 @@
 //! An encoding in progress: its stream, its memory, and what it queues.
 
-use super::form::{FormLaunch, FormRanges};
+use super::convert::{ConversionRanges, FormLaunch};
 use super::limits::Limits;
 use crate::cuda::abi;
 use crate::cuda::checkpoint::DeviceCheckpoint;
@@ -289,8 +289,8 @@ impl<'a> Session<'a> {
         unsafe { plan.slice_after(None).queue(self.cx, kernel, self.raw(), launch) }
     }
 
-    /// Queues the forming of lanes.
-    pub fn form(&self, ranges: &FormRanges) -> Result<()> {
+    /// Queues the conversion of lanes.
+    pub fn convert(&self, ranges: &ConversionRanges) -> Result<()> {
         let kernel = self.device.kernels.form(&self.device.context)?;
         let uploaded = self.upload(&ranges.ranges)?;
         let launch = FormLaunch { ranges: uploaded.address(), count: ranges.ranges.len() as u32, parts: ranges.parts };

@@ -1,6 +1,6 @@
 //! Base and target in device memory: the lanes of each entry of the pair.
 
-use super::form::{FormRange, FormRanges, Formed};
+use super::convert::{Conversion, ConversionRanges, FormRange};
 use super::session::{Session, SessionGuard};
 use crate::checkpoint::TensorInfo;
 use crate::cuda::abi::{self, EncodeChunk};
@@ -25,24 +25,24 @@ pub(super) struct Lanes {
     /// Of a derived base, the memory of the base tensor.
     pub memory: DeviceSlice,
     pub rows: Option<Rows>,
-    /// How the lanes of a derived base are formed.
-    pub formed: Option<Box<Formed>>,
+    /// How the lanes of a derived base are converted.
+    pub conversion: Option<Box<Conversion>>,
 }
 
 impl Lanes {
     /// Size without gaps in bytes.
     pub fn bytes(&self) -> u64 {
-        match (&self.formed, self.rows) {
-            (Some(formed), _) => formed.bytes(),
+        match (&self.conversion, self.rows) {
+            (Some(conversion), _) => conversion.bytes(),
             (None, Some(Rows { bytes, pitch })) if self.memory.bytes() > 0 => ((self.memory.bytes() - bytes) / pitch + 1) * bytes,
             (None, _) => self.memory.bytes(),
         }
     }
 
-    /// Whether kernels need a copy of the lanes: they read lanes without gaps, at whole multiples of their size, and do not form
+    /// Whether kernels need a copy of the lanes: they read lanes without gaps, at whole multiples of their size, and do not convert
     /// them.
     fn needs_copy(&self, width: u64) -> bool {
-        self.formed.is_some() || self.rows.is_some() || !self.memory.address().is_multiple_of(width)
+        self.conversion.is_some() || self.rows.is_some() || !self.memory.address().is_multiple_of(width)
     }
 
     /// The copies that put bytes `range` of the lanes, without gaps, at address `to`: at most three.
@@ -77,7 +77,7 @@ impl Source {
     /// Finds the memory of all entries. The plans are those of the selection.
     ///
     /// # Errors
-    /// Those of [`DeviceCheckpoint::memory_of`] and of [`Formed::new`].
+    /// Those of [`DeviceCheckpoint::memory_of`] and of [`Conversion::new`].
     pub fn new(
         base: Option<&DeviceCheckpoint>,
         target: &DeviceCheckpoint,
@@ -93,11 +93,11 @@ impl Source {
                 // Most tensors are whole. Then no rectangles are made.
                 let whole = if part.is_none() { checkpoint.memory_of_whole(tensor_index) } else { None };
                 if let Some(memory) = whole {
-                    return Ok(Lanes { memory, rows: None, formed: None });
+                    return Ok(Lanes { memory, rows: None, conversion: None });
                 }
                 let rectangle = part.clone().unwrap_or_else(|| Rectangle::whole(shape));
                 let (memory, rows) = checkpoint.memory_of(what, tensor_index, &rectangle)?;
-                Ok(Lanes { memory, rows, formed: None })
+                Ok(Lanes { memory, rows, conversion: None })
             };
             targets.push(lanes("target", target, selection.target_tensor(plan.target as usize), shape)?);
             if let (Some(base), Some(i), Some(infos)) = (base, plan.base, selection.base()) {
@@ -114,7 +114,7 @@ impl Source {
     /// The lanes of one entry, whose base has the same memory.
     #[cfg(test)]
     pub fn of_one(memory: DeviceSlice, rows: Option<Rows>) -> Self {
-        let lanes = Lanes { memory, rows, formed: None };
+        let lanes = Lanes { memory, rows, conversion: None };
         Self { base: vec![Some(lanes.clone())], target: vec![lanes] }
     }
 
@@ -131,7 +131,7 @@ impl Source {
 
     /// Size of the entries of lists that the base lanes of a chunk need, in bytes.
     pub fn list_bytes(&self, plan: &Plan) -> u64 {
-        self.base(plan).and_then(|base| base.formed.as_ref()).map_or(0, |_| size_of::<FormRange>() as u64)
+        self.base(plan).and_then(|base| base.conversion.as_ref()).map_or(0, |_| size_of::<FormRange>() as u64)
     }
 
     /// The bytes of memory that copies of the base and target lanes of a chunk need, per lane.
@@ -177,17 +177,17 @@ impl Source {
             return Ok((described, None));
         }
         let memory = session.alloc(bytes)?;
-        let mut formed = FormRanges::default();
+        let mut conversion = ConversionRanges::default();
         let queued = copied.into_iter().try_for_each(|(i, source, range, offset, is_base)| {
             let to = memory.address() + offset;
             *(if is_base { &mut described[i].base } else { &mut described[i].target }) = to;
-            if let Some(how) = &source.formed {
-                formed.push(how, range, to);
+            if let Some(how) = &source.conversion {
+                conversion.push(how, range, to);
                 return Ok(());
             }
             source.copies(range, to).into_iter().try_for_each(|(to, rows)| session.copy_rows(to, rows))
         });
-        let queued = queued.and_then(|()| if formed.ranges.is_empty() { Ok(()) } else { session.form(&formed) });
+        let queued = queued.and_then(|()| if conversion.ranges.is_empty() { Ok(()) } else { session.convert(&conversion) });
         if queued.is_err() {
             // Before the memory is freed.
             drop(SessionGuard(session));
@@ -196,7 +196,7 @@ impl Source {
     }
 }
 
-/// The base lanes of an entry with a derived base, which are formed from these tensors of the base.
+/// The base lanes of an entry with a derived base, which are converted from these tensors of the base.
 fn derived_lanes(base: &DeviceCheckpoint, tensors: &[usize], plan: &Plan, target: &TensorInfo) -> Result<Lanes> {
     let missing = || Error::InvalidArgument(format!("a derived base of tensor {} without its tensors", Escaped(&target.name)));
     let spec = plan.derived.as_deref().ok_or_else(missing)?;
@@ -210,8 +210,8 @@ fn derived_lanes(base: &DeviceCheckpoint, tensors: &[usize], plan: &Plan, target
     let of_scales =
         |(_, source): &(String, SourceTensor)| base.memory_of("base", *tensors.get(1).ok_or_else(missing)?, &source.rectangle);
     let scales = derived.scales.as_ref().map(of_scales).transpose()?;
-    let formed = Formed::new(&target.name, &derived, (memory.clone(), rows), scales, (plan.dtype, plan.lanes))?;
-    Ok(Lanes { memory, rows, formed: Some(Box::new(formed)) })
+    let conversion = Conversion::new(&target.name, &derived, (memory.clone(), rows), scales, (plan.dtype, plan.lanes))?;
+    Ok(Lanes { memory, rows, conversion: Some(Box::new(conversion)) })
 }
 
 #[cfg(test)]
@@ -223,7 +223,7 @@ mod tests {
         for (row, pitch, rows) in [(3u64, 7u64, 5u64), (4, 4, 3), (1, 9, 8), (10, 11, 1)] {
             // SAFETY: nothing is done with the memory.
             let memory = unsafe { DeviceSlice::from_raw(1000, (rows - 1) * pitch + row) };
-            let lanes = Lanes { memory, rows: Some(Rows::new(row, pitch)), formed: None };
+            let lanes = Lanes { memory, rows: Some(Rows::new(row, pitch)), conversion: None };
             assert_eq!(lanes.bytes(), row * rows);
             for start in 0..=row * rows {
                 for end in start..=row * rows {

@@ -62,8 +62,8 @@ impl Waves<'_, '_> {
     /// Trains tables with `train`, encodes all waves, adds their payloads in order, and finishes the pair, which describes `files`.
     ///
     /// `session` trains, and then copies the payloads. The first thread uses its memory after that. Each further thread has one of
-    /// `memories`. While tables are trained, `train` analyses the first wave, and further threads analyse their first waves. Threads
-    /// begin when `train` calls its argument.
+    /// `memories`. While tables are trained, `train` analyses the first wave, and further threads analyse their first waves.
+    /// Threads begin when `train` calls its argument.
     pub fn encode<W: Blob>(
         &self,
         session: &Session<'_>,
@@ -119,7 +119,7 @@ impl Waves<'_, '_> {
         let (finished, ended) = thread::scope(|scope| {
             let (mut threads, mut starts, mut receivers) = (Vec::new(), Vec::new(), Vec::new());
             let mut memories = Some(memories);
-            // Threads begin while the device takes samples: starting them takes a while, and their analyses would delay the samples.
+            // Threads begin while the device takes samples: starting them takes time, and their analyses would delay the samples.
             let mut begin = || {
                 let memories = memories.take().map(|memories| iter::once(None).chain(memories.into_iter().map(Some)));
                 for (number, memory) in memories.into_iter().flatten().enumerate() {

@@ -48,7 +48,7 @@ pub(in crate::cuda) enum Variant {
     Plain,
     /// Rows with gaps between them.
     Strided,
-    /// Base lanes that are formed, with gaps or without.
+    /// Base lanes that are converted, with gaps or without.
     Derived,
 }
 

@@ -7,7 +7,7 @@ use super::laid::{Laid, Route, apply, payloads, prepare, routes};
 use super::stand_in;
 use crate::apply::InPlace;
 use crate::checkpoint::{Checkpoint, MemoryCheckpoint, TensorInfo};
-use crate::cut::Formed;
+use crate::cut::ConvertedTensor;
 use crate::{Apply, Codec, Encode, EncodeOptions, Pair};
 use tpde_core::derived::BaseForm;
 use tpde_core::error::{Error, Rule};
@@ -75,8 +75,8 @@ pub fn quantised(random: &mut Random, form: BaseForm, to: Dtype, shape: &[u64]) 
 pub fn given(base: Vec<Owned>, name: &str, to: Dtype, shape: &[u64], form: Option<BaseForm>) -> Given {
     let whole = Rectangle::whole(shape);
     let formed = match form {
-        Some(form) => Formed::dequantised(to, form, shape, &whole, 0, 1),
-        None => Formed::cast(to, base[0].0.dtype, shape, &whole, 0),
+        Some(form) => ConvertedTensor::dequantised(to, form, shape, &whole, 0, 1),
+        None => ConvertedTensor::cast(to, base[0].0.dtype, shape, &whole, 0),
     };
     let info = info(name, to, shape);
     let mut bytes = vec![0; info.bytes() as usize];
@@ -154,8 +154,8 @@ pub fn formed_of(tensor: &Tensor<'_>, base: &dyn Checkpoint) -> Option<Vec<u8>> 
     let (derived, whole, part) = (tensor.derived?, tensor.whole_shape(), tensor.rectangle());
     let of_base = base.find(tensor.base_name).unwrap();
     let formed = match derived.scales {
-        Some((form, name)) => Formed::dequantised(tensor.dtype, form, whole, &part, of_base, base.find(name).unwrap()),
-        None => Formed::cast(tensor.dtype, derived.base_dtype, whole, &part, of_base),
+        Some((form, name)) => ConvertedTensor::dequantised(tensor.dtype, form, whole, &part, of_base, base.find(name).unwrap()),
+        None => ConvertedTensor::cast(tensor.dtype, derived.base_dtype, whole, &part, of_base),
     };
     let mut bytes = vec![0; tensor.base_bytes() as usize];
     formed.read(base, 0, &mut bytes).unwrap();

@@ -40,9 +40,9 @@ fn small(random: &mut Random) -> Vec<Given> {
     ]
 }
 
-/// Waves of few chunks, and formed lanes that are hashed in several rounds.
+/// Waves of few chunks, and converted lanes that are hashed in several rounds.
 fn little_memory() -> Limits {
-    Limits { lanes: 1 << 14, wave: 1 << 15, payloads: 1 << 12, hashed: 1 << 17, formed: 1 << 15, ..Limits::default() }
+    Limits { lanes: 1 << 14, wave: 1 << 15, payloads: 1 << 12, hashed: 1 << 17, converted: 1 << 15, ..Limits::default() }
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn small_pairs_with_derived_bases() {
     tensors.check(&options.derived(false), Limits::default(), "without derived bases");
 }
 
-/// More than one launch of formed lanes, for a tensor and for several tensors.
+/// More than one launch of converted lanes, for a tensor and for several tensors.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn formed_lanes_that_are_hashed_in_parts() {
@@ -102,7 +102,7 @@ fn formed_lanes_that_are_hashed_in_parts() {
     let tensors = tensors_of(given, 1000);
     let options = EncodeOptions::default().codec(Codec::Raw);
     for pieces in [1, 2, 4] {
-        let limits = Limits { formed: pieces << 15, ..Limits::default() };
+        let limits = Limits { converted: pieces << 15, ..Limits::default() };
         tensors.check(&options, limits, &format!("{pieces} pieces at a time"));
     }
 }
@@ -177,7 +177,7 @@ fn parts_and_rows_have_the_bytes_of_the_processor() {
     }
 }
 
-/// The digest of a derived base is that of its formed lanes. One that is known is that of the tensor of another dtype.
+/// The digest of a derived base is that of its converted lanes. One that is known is that of the tensor of another dtype.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn known_digests_are_those_of_stored_bases() {

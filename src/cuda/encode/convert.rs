@@ -1,4 +1,4 @@
-//! Base lanes that are formed from tensors of other dtypes (spec section 8.5): the kernel `tpde_encode_form`.
+//! Base lanes that are converted from tensors of other dtypes (spec section 8.5): the kernel `tpde_encode_form`.
 
 use crate::cuda::abi::{ENDLESS_ROW, TensorForm};
 use crate::cuda::derived::{DerivedOnDevice, SourceTensor};
@@ -15,7 +15,7 @@ use zerocopy::{Immutable, IntoBytes};
 /// Number of lanes per part, the work of a block.
 const PART: u64 = 16384;
 
-/// Consecutive lanes to be formed: `FormRange` of `kernels/encode/form.cuh`.
+/// Consecutive lanes to be converted: `FormRange` of `kernels/encode/form.cuh`.
 #[derive(Debug, Clone, Copy, Immutable, IntoBytes)]
 #[repr(C)]
 pub(super) struct FormRange {
@@ -41,9 +41,9 @@ pub(super) struct FormLaunch {
     pub parts: u32,
 }
 
-/// How lanes are formed from the memory of the base tensor, and from its scales.
+/// How lanes are converted from the memory of the base tensor, and from its scales.
 #[derive(Debug, Clone)]
-pub(super) struct Formed {
+pub(super) struct Conversion {
     base: DeviceSlice,
     base_rows: Option<Rows>,
     /// The memory of the scales, whose address `form` has.
@@ -54,15 +54,15 @@ pub(super) struct Formed {
     lanes: u64,
 }
 
-/// Lanes that one launch forms.
+/// Lanes that one launch converts.
 #[derive(Debug, Default)]
-pub(super) struct FormRanges {
+pub(super) struct ConversionRanges {
     pub ranges: Vec<FormRange>,
     pub parts: u32,
 }
 
-impl Formed {
-    /// How the `lanes` lanes of tensor `name` are formed from these tensors.
+impl Conversion {
+    /// How the `lanes` lanes of tensor `name` are converted from these tensors.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if elements of the base or of the scales are not at multiples of their size.
@@ -82,7 +82,7 @@ impl Formed {
         Ok(Self { base, base_rows, _scales: scales.map(|(memory, _)| memory), form, dtype, lanes })
     }
 
-    /// Size of the formed lanes in bytes.
+    /// Size of the converted lanes in bytes.
     pub fn bytes(&self) -> u64 {
         self.lanes * self.dtype.lane_bytes() as u64
     }
@@ -101,43 +101,43 @@ fn check_alignment(name: &str, what: &str, source: &SourceTensor, memory: &Devic
     )))
 }
 
-impl FormRanges {
-    /// Adds bytes `range` of formed lanes, to be stored at `output`. `range` begins with a multiple of 64
+impl ConversionRanges {
+    /// Adds bytes `range` of converted lanes, to be stored at `output`. `range` begins with a multiple of 64
     /// lanes.
-    pub fn push(&mut self, formed: &Formed, range: Range<u64>, output: u64) {
+    pub fn push(&mut self, conversion: &Conversion, range: Range<u64>, output: u64) {
         if range.is_empty() {
             return;
         }
-        let width = formed.dtype.lane_bytes() as u64;
+        let width = conversion.dtype.lane_bytes() as u64;
         let Rows { bytes: base_row, pitch: base_pitch } =
-            formed.base_rows.unwrap_or(Rows { bytes: ENDLESS_ROW, pitch: ENDLESS_ROW });
+            conversion.base_rows.unwrap_or(Rows { bytes: ENDLESS_ROW, pitch: ENDLESS_ROW });
         let lanes = (range.end - range.start) / width;
         self.ranges.push(FormRange {
-            base: formed.base.address(),
+            base: conversion.base.address(),
             base_row,
             base_pitch,
             output,
             first: range.start / width,
             lanes: lanes as u32,
             first_part: self.parts,
-            dtype: formed.dtype.code(),
+            dtype: conversion.dtype.code(),
             lane_log2: width.ilog2() as u16,
             reserved: 0,
-            form: formed.form,
+            form: conversion.form,
         });
         self.parts += lanes.div_ceil(PART) as u32;
     }
 }
 
-/// Queues the hashes of formed lanes. `buffer` holds one part of the lanes at a time, and its size is a multiple of [`PIECE`].
-pub(super) fn queue_hashes(stream: &Stream, kernel: Kernel, buffer: &DeviceSlice, bases: &[&Formed]) -> Result<Hashes> {
+/// Queues the hashes of converted lanes. `buffer` holds one part of the lanes at a time, and its size is a multiple of [`PIECE`].
+pub(super) fn queue_hashes(stream: &Stream, kernel: Kernel, buffer: &DeviceSlice, bases: &[&Conversion]) -> Result<Hashes> {
     let mut plan = HashPlan::default();
-    let mut ranges = FormRanges::default();
+    let mut ranges = ConversionRanges::default();
     // For each launch, the end of its ranges and of its parts, and what is hashed after it.
     let mut steps: Vec<(usize, u32, HashSlice)> = Vec::new();
     let mut used = 0;
-    for formed in bases {
-        let (bytes, mut start) = (formed.bytes(), 0);
+    for conversion in bases {
+        let (bytes, mut start) = (conversion.bytes(), 0);
         let hashed = plan.begin(bytes)?;
         loop {
             if used == buffer.bytes() {
@@ -145,7 +145,7 @@ pub(super) fn queue_hashes(stream: &Stream, kernel: Kernel, buffer: &DeviceSlice
                 used = 0;
             }
             let (output, end) = (buffer.address() + used, bytes.min(start + buffer.bytes() - used));
-            ranges.push(formed, start..end, output);
+            ranges.push(conversion, start..end, output);
             plan.add_part(hashed, output.wrapping_sub(start), None, start..end)?;
             used = (used + (end - start).max(1)).next_multiple_of(PIECE);
             start = end;

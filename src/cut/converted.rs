@@ -1,4 +1,4 @@
-//! Forms base lanes from tensors of other dtypes (spec section 8.5).
+//! Converts base lanes from tensors of other dtypes (spec section 8.5).
 
 use super::runs::{Region, read_runs};
 use crate::checkpoint::Checkpoint;
@@ -10,16 +10,16 @@ use tpde_core::lane::Dtype;
 use tpde_core::layout::StridedLayout;
 use tpde_core::rectangle::Rectangle;
 
-/// Maximum number of lanes that are formed from one read of the base. The bytes that were read then stay in the second-level cache.
+/// Maximum number of lanes converted from one read of the base. The bytes that were read then stay in the second-level cache.
 const BLOCK_LANES: usize = 1 << 15;
 /// Maximum number of bytes of quantised blocks that are read together to be transposed.
 const TRANSPOSED_BYTES: u64 = 1 << 20;
 
-/// A tensor, or a rectangle of one, whose lanes are formed from tensors of another dtype.
+/// A tensor, or a rectangle of one, whose lanes are converted from tensors of another dtype.
 ///
 /// Long ranges cost less per lane, because each read also reads the scales of its range. A read of form `mxfp4_transposed` reads a
 /// part of each row of the base. Memory of a read: 3 MiB, or for form `fp8_blocks` at most 8 bytes per lane.
-pub(crate) struct Formed {
+pub(crate) struct ConvertedTensor {
     dtype: Dtype,
     base_dtype: Dtype,
     /// Extents of the rectangle.
@@ -32,7 +32,7 @@ pub(crate) struct Formed {
     scales_origin: Vec<u64>,
 }
 
-impl Formed {
+impl ConvertedTensor {
     /// A cast of a rectangle of tensor `base`, whose shape is `whole`.
     pub fn cast(dtype: Dtype, base_dtype: Dtype, whole: &[u64], part: &Rectangle, base: usize) -> Self {
         let base = Region::new(base, base_dtype, whole, &part.origin, &part.extent);
@@ -62,8 +62,8 @@ impl Formed {
         (&self.base, self.scales.as_ref().map(|(_, scales)| scales))
     }
 
-    /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are formed. For a quantised base, `false`
-    /// unless the checkpoint has all bytes of the rectangle.
+    /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are converted. For a quantised base,
+    /// `false` unless the checkpoint has all bytes of the rectangle.
     pub fn is_held(&self, of: &dyn Checkpoint, offset: u64, size: usize) -> bool {
         match &self.scales {
             Some((_, scales)) => self.base.is_held(of, 0..self.base.bytes(of)) && scales.is_held(of, 0..scales.bytes(of)),
@@ -75,7 +75,7 @@ impl Formed {
         }
     }
 
-    /// Fills `out` with bytes of the formed lanes, from byte `offset` on. `of` has the base tensors.
+    /// Fills `out` with bytes of the converted lanes, from byte `offset` on. `of` has the base tensors.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there are no such bytes; the errors of [`Checkpoint::read`].
@@ -84,7 +84,7 @@ impl Formed {
         let lanes = self.dtype.lanes(&self.shape).unwrap_or(0);
         let Some(end) = offset.checked_add(out.len() as u64).filter(|&end| end <= lanes * width) else {
             let size = out.len();
-            return Err(Error::InvalidArgument(format!("a formed tensor does not have {size} bytes from byte {offset} on")));
+            return Err(Error::InvalidArgument(format!("a converted tensor does not have {size} bytes from byte {offset} on")));
         };
         // A read begins and ends with a block of MXFP4, or with a lane.
         let unit = width * if self.dtype != Dtype::Bf16 || self.base_dtype != Dtype::U8 { 1 } else { MXFP4_BLOCK };
@@ -143,8 +143,8 @@ impl Formed {
             while !base.is_empty() {
                 let size = (FP8_BLOCK - at % FP8_BLOCK).min(base.len() as u64) as usize;
                 let (lanes, next) = base.split_at(size);
-                let (formed, next_segment) = segment.split_at_mut(size * width);
-                products.form((at / FP8_BLOCK - blocks.start) as usize, lanes, formed);
+                let (converted, next_segment) = segment.split_at_mut(size * width);
+                products.convert((at / FP8_BLOCK - blocks.start) as usize, lanes, converted);
                 (base, segment) = (next, next_segment);
                 at += size as u64;
             }
@@ -185,12 +185,12 @@ impl Formed {
             for from in (n..n + count).step_by(step as usize) {
                 let to = (from + step).min(n + count);
                 let extent = [1, to - from, blocks.end - blocks.start];
-                let formed = self.read_blocks(of, scales, &[x, from, blocks.start], &extent)?;
+                let converted = self.read_blocks(of, scales, &[x, from, blocks.start], &extent)?;
                 // Row of the tile: one column of the target.
                 let lanes = ((blocks.end - blocks.start) * MXFP4_BLOCK) as usize;
-                for (column, formed) in (from..to).zip(formed.chunks_exact(2 * lanes)) {
+                for (column, converted) in (from..to).zip(converted.chunks_exact(2 * lanes)) {
                     let skipped = (k - blocks.start * MXFP4_BLOCK) as usize;
-                    for (row, lane) in formed.as_chunks::<2>().0[skipped..].iter().take(rows as usize).enumerate() {
+                    for (row, lane) in converted.as_chunks::<2>().0[skipped..].iter().take(rows as usize).enumerate() {
                         let at = 2 * (row * count as usize + (column - n) as usize);
                         part[at..at + 2].copy_from_slice(lane);
                     }
@@ -262,7 +262,7 @@ impl Products {
     }
 
     /// Looks up the products of lanes of F8_E4M3 with scale `i` of the range.
-    fn form(&self, i: usize, lanes: &[u8], out: &mut [u8]) {
+    fn convert(&self, i: usize, lanes: &[u8], out: &mut [u8]) {
         fn look_up<const N: usize>(products: &[u8], lanes: &[u8], out: &mut [u8]) {
             let products = products.as_chunks::<N>().0;
             let Some(products) = products.first_chunk::<256>() else { return };
