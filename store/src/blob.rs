@@ -3,7 +3,7 @@
 use crate::download::check_segment;
 use crate::error::{Error, Result};
 use crate::manifest::Stored;
-use crate::remote::{Pending, Remote};
+use crate::remote::{PendingRequest, Remote};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +23,7 @@ pub(crate) struct StoredSource<'a> {
 struct BlobState {
     /// Requests for consecutive segments, from this one on.
     first: usize,
-    requests: VecDeque<Pending<Result<Result<Vec<u8>>>>>,
+    requests: VecDeque<PendingRequest<Result<Result<Vec<u8>>>>>,
     held: VecDeque<(usize, Arc<Vec<u8>>)>,
     failure: Option<Error>,
 }

@@ -165,12 +165,12 @@ pub(crate) struct Entry {
 }
 
 /// A request that runs in the background.
-pub(crate) struct Pending<T> {
+pub(crate) struct PendingRequest<T> {
     result: mpsc::Receiver<T>,
     watch: Option<SharedWatch>,
 }
 
-impl<T> Pending<T> {
+impl<T> PendingRequest<T> {
     /// Waits for the result. If the watcher ends the call first, the request goes on in the background.
     pub fn wait(self) -> Result<T> {
         loop {
@@ -279,14 +279,14 @@ impl Remote {
     }
 
     /// Starts a request. The caller's thread may belong to another runtime, so nothing here blocks on a runtime.
-    fn start<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Pending<T> {
+    fn start<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> PendingRequest<T> {
         let (sender, receiver) = mpsc::channel();
         if let (true, Executor::Runtime(Some(runtime))) = (self.shared.is_sequential, &self.shared.executor) {
             let _ = sender.send(runtime.block_on(work));
         } else {
             self.shared.executor.run(work, move |result| _ = sender.send(result));
         }
-        Pending { result: receiver, watch: self.watch.clone() }
+        PendingRequest { result: receiver, watch: self.watch.clone() }
     }
 
     fn path(&self, name: &str) -> ObjectPath {
@@ -294,7 +294,7 @@ impl Remote {
     }
 
     /// Writes an object whose content its name determines.
-    pub fn put(&self, name: String, bytes: Vec<u8>) -> Pending<Result<()>> {
+    pub fn put(&self, name: String, bytes: Vec<u8>) -> PendingRequest<Result<()>> {
         let (store, path) = (self.shared.store.clone(), self.path(&name));
         self.start(async move {
             let payload = PutPayload::from(bytes);
@@ -387,13 +387,13 @@ impl Remote {
     }
 
     /// Reads an object of at most `limit` bytes. `None` if there is no such object.
-    pub fn get(&self, name: String, limit: u64) -> Pending<Result<Option<Vec<u8>>>> {
+    pub fn get(&self, name: String, limit: u64) -> PendingRequest<Result<Option<Vec<u8>>>> {
         let (store, path) = (self.shared.store.clone(), self.path(&name));
         self.start(async move { read(&store, &path, &name, limit).await })
     }
 
     /// Reads a segment, or the range `range` of it, after comparing its size. The inner error is [`Error::Damaged`].
-    pub fn get_segment(&self, segment: &Segment, range: Option<Range<u64>>) -> Pending<Result<Result<Vec<u8>>>> {
+    pub fn get_segment(&self, segment: &Segment, range: Option<Range<u64>>) -> PendingRequest<Result<Result<Vec<u8>>>> {
         let (name, segment) = (segment.object(), *segment);
         let (store, path) = (self.shared.store.clone(), self.path(&name));
         self.start(async move {
@@ -419,13 +419,13 @@ impl Remote {
 
     /// Reads an object of at most `limit` bytes that a list has shown. It is read once, and again only after it was written again.
     /// `None` if there is no such object any more.
-    pub fn get_listed(&self, entry: &Entry, limit: u64) -> Pending<Result<Option<Arc<[u8]>>>> {
+    pub fn get_listed(&self, entry: &Entry, limit: u64) -> PendingRequest<Result<Option<Arc<[u8]>>>> {
         let (known, name, stamp) = (self.shared.known.clone(), entry.name.clone(), entry.stamp.clone());
         let (store, path) = (self.shared.store.clone(), self.path(&entry.name));
         if let Some(bytes) = locked(&known).find(&name, &stamp) {
             let (sender, result) = mpsc::channel();
             let _ = sender.send(Ok(Some(bytes)));
-            return Pending { result, watch: self.watch.clone() };
+            return PendingRequest { result, watch: self.watch.clone() };
         }
         self.start(async move {
             let bytes: Option<Arc<[u8]>> = read(&store, &path, &name, limit).await?.map(Into::into);
@@ -512,10 +512,10 @@ impl Remote {
     pub fn each<I, T, R>(
         &self,
         items: impl IntoIterator<Item = I>,
-        start: impl Fn(&I) -> Pending<Result<T>>,
+        start: impl Fn(&I) -> PendingRequest<Result<T>>,
         mut done: impl FnMut(I, T) -> Result<R>,
     ) -> Result<()> {
-        let mut pending: VecDeque<(I, Pending<Result<T>>)> = VecDeque::new();
+        let mut pending: VecDeque<(I, PendingRequest<Result<T>>)> = VecDeque::new();
         let mut items = items.into_iter();
         loop {
             while pending.len() < self.in_flight {

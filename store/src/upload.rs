@@ -4,7 +4,7 @@ use crate::digest::{Digest, UploadId};
 use crate::error::{Error, Result};
 use crate::manifest::{Segment, Stored};
 use crate::prefix::Prefix;
-use crate::remote::{Pending, Remote, no_memory};
+use crate::remote::{PendingRequest, Remote, no_memory};
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,7 +25,7 @@ pub(crate) struct Upload<'a> {
     current: Vec<u8>,
     /// All segments but the first.
     segments: Vec<Segment>,
-    pending: VecDeque<Pending<Result<()>>>,
+    pending: VecDeque<PendingRequest<Result<()>>>,
     /// Memory in bytes that is left to others.
     left: usize,
     failure: Failure,
