@@ -51,21 +51,21 @@ fn random(name: &str, dtype: Dtype, shape: &[u64], seed: u64) -> Owned {
 
 /// A target tensor: its base tensors, the lanes that they give, and the expected kind.
 #[derive(Debug, Clone)]
-struct Case {
-    base: Vec<Owned>,
-    formed: Owned,
+pub struct Case {
+    pub base: Vec<Owned>,
+    pub formed: Owned,
     kind: BaseKind,
     form: Option<BaseForm>,
 }
 
-fn cast(from: Dtype, to: Dtype, shape: &[u64], seed: u64) -> Case {
+pub fn cast(from: Dtype, to: Dtype, shape: &[u64], seed: u64) -> Case {
     let base = random("t", from, shape, seed);
     let mut formed = vec![0; info("t", to, shape).bytes() as usize];
     assert!(cast_lanes(from, to, &base.1, &mut formed));
     Case { base: vec![base], formed: (info("t", to, shape), formed), kind: BaseKind::Cast, form: None }
 }
 
-fn fp8(to: Dtype, [rows, columns]: [u64; 2], seed: u64) -> Case {
+pub fn fp8(to: Dtype, [rows, columns]: [u64; 2], seed: u64) -> Case {
     let across = columns.div_ceil(128);
     let base = random("t", Dtype::F8E4m3, &[rows, columns], seed);
     let mut scales = random("t_scale_inv", Dtype::F32, &[rows.div_ceil(128), across], seed + 1);
@@ -82,7 +82,7 @@ fn fp8(to: Dtype, [rows, columns]: [u64; 2], seed: u64) -> Case {
     Case { base: vec![base, scales], formed, kind: BaseKind::Dequantised, form: Some(BaseForm::Fp8Blocks) }
 }
 
-fn mxfp4(form: BaseForm, [x, k, n]: [u64; 3], seed: u64) -> Case {
+pub fn mxfp4(form: BaseForm, [x, k, n]: [u64; 3], seed: u64) -> Case {
     let (name, [blocks, scales]) = match form {
         BaseForm::Mxfp4 => ("t", ["t.blocks", "t.scales"]),
         _ => ("t", ["t_blocks", "t_scales"]),

@@ -3,6 +3,9 @@
 #[allow(dead_code, reason = "other packages' tests use more of it")]
 #[path = "../common/mod.rs"]
 mod common;
+#[allow(dead_code, reason = "fuzz targets use more of it")]
+#[path = "../../fuzz/src/sign.rs"]
+mod sign;
 
 mod builders;
 mod chains;
@@ -22,6 +25,7 @@ mod merge;
 mod merge_parts;
 mod models;
 mod names;
+mod oracle;
 mod parts;
 mod properties;
 mod ranks;

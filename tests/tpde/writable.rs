@@ -4,11 +4,9 @@
 #[allow(dead_code, reason = "fuzz targets use more of it")]
 #[path = "../../fuzz/src/parts.rs"]
 mod parts;
-#[allow(dead_code, reason = "fuzz targets use more of it")]
-#[path = "../../fuzz/src/sign.rs"]
-mod sign;
 
 use crate::common::*;
+use crate::sign;
 use parts::Parts;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
