@@ -1035,29 +1035,43 @@ fn check_possible(lines: &[String]) {
     assert!(never.is_empty(), "{}: {never:#?}", lines[0]);
 }
 
+/// Each line with the heading of its seed.
+fn with_headings<'a>(lines: impl IntoIterator<Item = &'a str>) -> impl Iterator<Item = (&'a str, &'a str)> {
+    let headed = |heading: &mut &'a str, line: &'a str| {
+        if !line.starts_with(' ') {
+            *heading = line;
+        }
+        Some((*heading, line))
+    };
+    lines.into_iter().scan("", headed)
+}
+
 #[test]
 fn verdicts_are_those_of_the_table() {
     let folder = tempfile::tempdir().unwrap();
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/verdicts.txt");
     let table = std::fs::read_to_string(&path).unwrap_or_default();
-    let expected: Vec<_> =
-        table.lines().map(|line| line.split_once("  # ").map_or((line, None), |(line, why)| (line, Some(why)))).collect();
-    let all: Vec<_> = SEEDS.map(|seed| lines(seed, folder.path())).inspect(|lines| check_possible(lines)).collect();
-    let found: Vec<_> = all.concat();
+    let remark = "  # ";
+    let expected: Vec<_> = table.lines().map(|line| line.split_once(remark).map_or(line, |(line, _)| line)).collect();
+    let all: Vec<_> = SEEDS.map(|seed| lines(seed, folder.path())).collect();
+    let found: Vec<_> = all.iter().flatten().map(String::as_str).collect();
     if std::env::var_os("TPDE_BLESS").is_some() {
-        let remarks: BTreeMap<_, _> = expected.iter().filter_map(|&(line, why)| Some((line, why?))).collect();
-        let blessed = found.iter().map(|line| match remarks.get(&line[..]) {
-            Some(why) => format!("{line}  # {why}\n"),
-            None => format!("{line}\n"),
+        all.iter().for_each(|lines| check_possible(lines));
+        let remarks = with_headings(table.lines()).filter_map(|(heading, line)| {
+            let (line, why) = line.split_once(remark)?;
+            Some(((heading, line), why))
+        });
+        let remarks: BTreeMap<_, _> = remarks.collect();
+        let blessed = with_headings(found).map(|(heading, line)| {
+            let why = remarks.get(&(heading, line)).map_or(String::new(), |why| format!("{remark}{why}"));
+            format!("{line}{why}\n")
         });
         std::fs::write(&path, blessed.collect::<String>()).unwrap();
         return;
     }
     let mut differ = String::new();
-    let mut heading = "";
-    for ((expected, _), found) in expected.iter().zip(&found) {
-        heading = if found.starts_with(' ') { heading } else { found };
-        if expected != found {
+    for ((heading, found), expected) in with_headings(found.iter().copied()).zip(&expected) {
+        if found != *expected {
             writeln!(differ, "{heading}\n  expected {expected}\n  found    {found}").unwrap();
         }
     }
