@@ -5,7 +5,7 @@ use super::chunk::{Chunks, DecodeWorker, Hashes, decode, decode_from, decode_to}
 use super::digests::DigestCheck;
 use super::find::wrong_base;
 use super::memory::{Pieces, RUN_BYTES, Role, divide};
-use super::payloads::Compared;
+use super::payloads::ComparedPayloads;
 use super::plan::{Plan, Task};
 use crate::base::PaddedBase;
 use crate::batches::{Pool, batches, hash_tensor, in_parallel};
@@ -54,7 +54,7 @@ impl<'a, B: Source> Engine<'a, B> {
         mut done: impl FnMut(T),
     ) -> Result<PayloadDigests> {
         let workers = Pool::new(DecodeWorker::new);
-        let compared = Compared::new(self.chunks, self.plan.chunks());
+        let compared = ComparedPayloads::new(self.chunks, self.plan.chunks());
         let hash_base = |base_index| self.hash_base(base_index);
         let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
         // After an error no later chunk is begun in place. Earlier ones run, so that the first error is always the same.
@@ -92,7 +92,7 @@ impl<'a, B: Source> Engine<'a, B> {
         task: Task,
         pieces: &mut Pieces<'_>,
         role: Role,
-        chunks: &Compared<'_>,
+        chunks: &ComparedPayloads<'_>,
         worker: &mut DecodeWorker,
         observe: &impl Fn(Task, &[u8]) -> Result<T>,
     ) -> Result<(Option<Hashes>, T)> {

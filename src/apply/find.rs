@@ -1,7 +1,7 @@
 //! Finds the base tensors of a tensor in a base.
 
 use crate::checkpoint::Checkpoint;
-use crate::cut::Formed;
+use crate::cut::ConvertedTensor;
 use tpde_core::error::{Error, Escaped, Result, Rule, hex};
 use tpde_core::format::DIGEST_SIZE;
 use tpde_core::index::Tensor;
@@ -38,11 +38,11 @@ impl BaseTensors {
     }
 
     /// The lanes that these tensors give for an entry; `None` unless its base is derived.
-    pub fn formed(self, tensor: &Tensor<'_>) -> Option<Formed> {
+    pub fn converted(self, tensor: &Tensor<'_>) -> Option<ConvertedTensor> {
         let (derived, whole, part) = (tensor.derived?, tensor.whole_shape(), tensor.rectangle());
         Some(match derived.scales.zip(self.scales) {
-            Some(((form, _), scales)) => Formed::dequantised(tensor.dtype, form, whole, &part, self.base, scales),
-            None => Formed::cast(tensor.dtype, derived.base_dtype, whole, &part, self.base),
+            Some(((form, _), scales)) => ConvertedTensor::dequantised(tensor.dtype, form, whole, &part, self.base, scales),
+            None => ConvertedTensor::cast(tensor.dtype, derived.base_dtype, whole, &part, self.base),
         })
     }
 }

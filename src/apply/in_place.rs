@@ -2,7 +2,7 @@
 
 use super::engine::Engine;
 use super::find::wrong_base;
-use super::kept::Kept;
+use super::kept::KeptPayloads;
 use super::memory::{MemoryBase, Role};
 use super::plan::{Plan, Task};
 use super::request::ApplyReport;
@@ -76,7 +76,7 @@ impl<B: Source> InPlaceRun<'_, B> {
         // Without a payload list in the index, one payload cannot be compared before all were hashed, and nothing may be written
         // before it is compared.
         self.pair.authenticate(&NoProgress(self.progress))?;
-        let kept = Kept::new(self.pair, self.max_kept_bytes);
+        let kept = KeptPayloads::new(self.pair, self.max_kept_bytes);
         let nothing = MemoryCheckpoint::EMPTY;
         let engine = Engine::new(self.pair, &nothing, &plan, self.progress);
         let payload_digests = match self.mode {

@@ -16,12 +16,12 @@ pub const KEPT_PAYLOADS: u64 = 256 << 20;
 
 /// The payloads of a pair whose blob may change on disk. Every later read of a payload gives the bytes of its first read, or fails.
 /// A blob in memory cannot change, so its payloads are not copied.
-pub(super) struct Kept<'a, B> {
+pub(super) struct KeptPayloads<'a, B> {
     pair: &'a Pair<B>,
-    read: RwLock<Read>,
+    read: RwLock<PayloadCache>,
 }
 
-struct Read {
+struct PayloadCache {
     payloads: HashMap<u32, Payload>,
     /// Remaining budget for kept payloads, in bytes.
     free: u64,
@@ -32,10 +32,10 @@ enum Payload {
     Digest(Hash),
 }
 
-impl<'a, B: Source> Kept<'a, B> {
+impl<'a, B: Source> KeptPayloads<'a, B> {
     /// Creates an empty store that keeps at most `limit` bytes of payloads.
     pub fn new(pair: &'a Pair<B>, limit: u64) -> Self {
-        Self { pair, read: RwLock::new(Read { payloads: HashMap::new(), free: limit }) }
+        Self { pair, read: RwLock::new(PayloadCache { payloads: HashMap::new(), free: limit }) }
     }
 
     fn keep(&self, chunk: u32, payload: &[u8]) {
@@ -54,7 +54,7 @@ impl<'a, B: Source> Kept<'a, B> {
     }
 }
 
-impl<B: Source> Chunks for Kept<'_, B> {
+impl<B: Source> Chunks for KeptPayloads<'_, B> {
     fn index(&self) -> &ValidatedIndex {
         self.pair.index()
     }

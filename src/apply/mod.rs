@@ -34,7 +34,7 @@ pub(crate) use kept::KEPT_PAYLOADS;
 pub use moves::Moves;
 pub(crate) use plan::{Item, Plan};
 pub use range::Changes;
-pub(crate) use rebuilt::{Rebuilder, Rebuilt};
+pub(crate) use rebuilt::{Rebuilder, RebuiltTarget};
 pub(crate) use request::Request;
 pub use request::{ApplyReport, Sink};
 pub use verify::{Authenticity, Verification, Verify};

@@ -9,20 +9,20 @@ use tpde_core::format::DIGEST_SIZE;
 use tpde_core::index::ValidatedIndex;
 
 /// The digest of a payload that was read, with its chunk.
-type Read = (u32, [u8; DIGEST_SIZE]);
+type PayloadDigest = (u32, [u8; DIGEST_SIZE]);
 
 /// The chunks that an application reads. If the index has a payload root without a payload list, and the application reads all
-/// payloads, each payload is hashed when it is read, and [`Compared::finish`] compares the list of the digests with
+/// payloads, each payload is hashed when it is read, and [`ComparedPayloads::finish`] compares the list of the digests with
 /// the payload root.
-pub(super) struct Compared<'a> {
+pub(super) struct ComparedPayloads<'a> {
     chunks: &'a dyn Chunks,
     /// Whether all payloads of the pair are read.
     reads_all: bool,
     /// Digests of the payloads read so far, with their chunks. `None` if they need not be collected.
-    digests: Option<Mutex<Vec<Read>>>,
+    digests: Option<Mutex<Vec<PayloadDigest>>>,
 }
 
-impl<'a> Compared<'a> {
+impl<'a> ComparedPayloads<'a> {
     /// `read` gives the chunks that will be read.
     pub fn new(chunks: &'a dyn Chunks, read: impl Iterator<Item = u32>) -> Self {
         let index = chunks.index();
@@ -66,7 +66,7 @@ impl<'a> Compared<'a> {
     }
 }
 
-impl Chunks for Compared<'_> {
+impl Chunks for ComparedPayloads<'_> {
     fn index(&self) -> &ValidatedIndex {
         self.chunks.index()
     }

@@ -16,7 +16,7 @@ use tpde_core::sums::ChunkSum;
 pub(crate) type FillBase<'a> = &'a dyn Fn(&Tensor<'_>, u64, &mut [u8]) -> Result<Option<u64>>;
 
 /// A chunk of the cache.
-struct Kept {
+struct CachedChunk {
     chunk: u32,
     /// Size of the chunk in bytes.
     size: u64,
@@ -36,7 +36,7 @@ pub(crate) struct Rebuilder<'a, B> {
     pair: &'a Pair<B>,
     kept_bytes: u64,
     /// The chunks that were read last, the most recent first.
-    recent: Mutex<VecDeque<Kept>>,
+    recent: Mutex<VecDeque<CachedChunk>>,
     workers: Pool<DecodeWorker>,
 }
 
@@ -110,11 +110,11 @@ impl<'a, B: Source> Rebuilder<'a, B> {
     fn kept(&self, chunk: u32, size: u64) -> Arc<Mutex<Vec<u8>>> {
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         let known = recent.iter().position(|kept| kept.chunk == chunk).and_then(|i| recent.remove(i));
-        let kept = known.unwrap_or_else(|| Kept { chunk, size, bytes: Arc::default() });
+        let kept = known.unwrap_or_else(|| CachedChunk { chunk, size, bytes: Arc::default() });
         let bytes = kept.bytes.clone();
         recent.push_front(kept);
         let mut total = 0;
-        let fits = |kept: &&Kept| {
+        let fits = |kept: &&CachedChunk| {
             total += kept.size;
             total <= self.kept_bytes
         };
@@ -125,7 +125,7 @@ impl<'a, B: Source> Rebuilder<'a, B> {
 
     /// Copies a chunk from the cache, if it is there.
     fn copy_kept(&self, chunk: u32, out: &mut [u8]) -> bool {
-        let find = |recent: &VecDeque<Kept>| recent.iter().find(|kept| kept.chunk == chunk).map(|kept| kept.bytes.clone());
+        let find = |recent: &VecDeque<CachedChunk>| recent.iter().find(|kept| kept.chunk == chunk).map(|kept| kept.bytes.clone());
         let Some(kept) = find(&self.recent.lock().unwrap_or_else(PoisonError::into_inner)) else { return false };
         let bytes = kept.lock().unwrap_or_else(PoisonError::into_inner);
         let is_rebuilt = bytes.len() == out.len();
@@ -137,7 +137,7 @@ impl<'a, B: Source> Rebuilder<'a, B> {
 }
 
 /// The target of a pair, with one tensor per entry of the pair.
-pub(crate) struct Rebuilt<'a, B> {
+pub(crate) struct RebuiltTarget<'a, B> {
     rebuilder: Rebuilder<'a, B>,
     base: &'a dyn Checkpoint,
     /// For each entry, the position of its base tensor in `base`. Dtypes and shapes have been checked.
@@ -145,7 +145,7 @@ pub(crate) struct Rebuilt<'a, B> {
     tensors: Vec<TensorInfo>,
 }
 
-impl<'a, B: Source> Rebuilt<'a, B> {
+impl<'a, B: Source> RebuiltTarget<'a, B> {
     /// The target that `pair` gives with `base`. `bases` has the position of each tensor's base tensor.
     pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, bases: &'a [Option<usize>]) -> Self {
         let info =
@@ -154,7 +154,7 @@ impl<'a, B: Source> Rebuilt<'a, B> {
     }
 }
 
-impl<B: Source> Checkpoint for Rebuilt<'_, B> {
+impl<B: Source> Checkpoint for RebuiltTarget<'_, B> {
     fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
     }
@@ -190,7 +190,7 @@ mod tests {
         let (pair, _) = Encode::new(&target_checkpoint).base(&base).options(options).to_memory().unwrap();
         let bases: Vec<_> =
             pair.index().tensors().map(|tensor| find_base(&tensor, &base).unwrap().map(|found| found.base)).collect();
-        let rebuilt = Rebuilt::new(&pair, &base, &bases);
+        let rebuilt = RebuiltTarget::new(&pair, &base, &bases);
         assert_eq!(rebuilt.tensors(), target_checkpoint.tensors());
         let offsets = [0, 1, 2, 99, 8191, 8192, 8193, 8200, 16384, 16385, 24000, 24575, 24576, 24578, 24775, 24776];
         for (i, &start) in offsets.iter().enumerate() {

@@ -182,9 +182,9 @@ fn cut_base<'a>(
         if tensor.base_kind.is_derived() {
             let scales = tensor.derived.and_then(|derived| base.find(derived.scales?.1));
             let found = find(base, &tensor).map(|base| BaseTensors { base, scales });
-            let formed = found.filter(|found| found.fit(&tensor, base)).and_then(|found| found.formed(&tensor));
-            if let Some(formed) = formed {
-                cut.push(TensorInfo { name, dtype, shape: tensor.shape.to_vec() }, Piece::Formed(formed));
+            let converted = found.filter(|found| found.fit(&tensor, base)).and_then(|found| found.converted(&tensor));
+            if let Some(converted) = converted {
+                cut.push(TensorInfo { name, dtype, shape: tensor.shape.to_vec() }, Piece::Converted(converted));
                 continue;
             }
         }

@@ -8,7 +8,7 @@ use tpde_core::rectangle::{Rectangle, part_fault};
 use tpde_core::source::Source;
 
 /// A tensor of the last version, and the base tensor that it derives from.
-pub(super) struct Derived<'a> {
+pub(super) struct DerivedTensor<'a> {
     pub name: &'a str,
     /// Name of the base tensor, which may not exist.
     pub base_name: &'a str,
@@ -17,7 +17,7 @@ pub(super) struct Derived<'a> {
 }
 
 /// All tensors of the last version. Without steps, none.
-pub(super) fn derived<'a, B: Source>(steps: &'a [Step<'_, B>]) -> Vec<Derived<'a>> {
+pub(super) fn derived<'a, B: Source>(steps: &'a [Step<'_, B>]) -> Vec<DerivedTensor<'a>> {
     let tensors = steps.last().map_or(&[][..], |step| &step.tensors);
     let follow = |(tensor_index, name): (usize, &'a str)| {
         let mut base_name = name;
@@ -27,7 +27,7 @@ pub(super) fn derived<'a, B: Source>(steps: &'a [Step<'_, B>]) -> Vec<Derived<'a
             let with_base = entries.into_iter().find(|entry| entry.base_kind != BaseKind::None);
             base_name = with_base.map_or(base_name, |entry| entry.base_name);
         }
-        Derived { name, base_name, tensor_index }
+        DerivedTensor { name, base_name, tensor_index }
     };
     tensors.iter().map(|info| info.name.as_str()).enumerate().map(follow).collect()
 }
@@ -41,8 +41,8 @@ pub(super) fn renamed<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B>]) -
 
 /// The base tensors that tensors of the last version derive from, with one of these tensors each: the one of the same name if
 /// there is one, else the first.
-fn origins<'a, B: Source>(base: &dyn Checkpoint, steps: &'a [Step<'_, B>]) -> BTreeMap<&'a str, Derived<'a>> {
-    let mut origins = BTreeMap::<&str, Derived<'_>>::new();
+fn origins<'a, B: Source>(base: &dyn Checkpoint, steps: &'a [Step<'_, B>]) -> BTreeMap<&'a str, DerivedTensor<'a>> {
+    let mut origins = BTreeMap::<&str, DerivedTensor<'_>>::new();
     for tensor in derived(steps).into_iter().filter(|tensor| base.find(tensor.base_name).is_some()) {
         if tensor.name == tensor.base_name || !origins.contains_key(tensor.base_name) {
             origins.insert(tensor.base_name, tensor);
@@ -59,13 +59,13 @@ pub(super) fn renamed_back<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B
 
 /// The parts of the tensors of the last version, by name.
 pub(super) fn cuts<B: Source>(steps: &[Step<'_, B>]) -> BTreeMap<String, Vec<Rectangle>> {
-    let parts = |tensor: Derived<'_>| Some((tensor.name.to_owned(), parts(steps, &tensor)?));
+    let parts = |tensor: DerivedTensor<'_>| Some((tensor.name.to_owned(), parts(steps, &tensor)?));
     derived(steps).into_iter().filter_map(parts).collect()
 }
 
 /// [`cuts`] for the tensors of the base. A base tensor of another shape, or of elements that the parts would divide, is left whole.
 pub(super) fn cuts_back<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B>]) -> BTreeMap<String, Vec<Rectangle>> {
-    let parts = |tensor: Derived<'_>| {
+    let parts = |tensor: DerivedTensor<'_>| {
         let info = &base.tensors()[base.find(tensor.base_name)?];
         let parts = parts(steps, &tensor)?;
         let fits = |part: &Rectangle| part_fault(info.dtype.bits(), &info.shape, &part.origin, &part.extent).is_none();
@@ -75,7 +75,7 @@ pub(super) fn cuts_back<B: Source>(base: &dyn Checkpoint, steps: &[Step<'_, B>])
     origins(base, steps).into_values().filter_map(parts).collect()
 }
 
-fn parts<B: Source>(steps: &[Step<'_, B>], tensor: &Derived<'_>) -> Option<Vec<Rectangle>> {
+fn parts<B: Source>(steps: &[Step<'_, B>], tensor: &DerivedTensor<'_>) -> Option<Vec<Rectangle>> {
     let step = steps.last()?;
     let index = step.pair.index();
     index.tensor(step.entries(tensor.tensor_index).start).part?;

@@ -2,7 +2,7 @@
 
 use crate::apply::{Rebuilder, find_base, wrong_base};
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::Formed;
+use crate::cut::ConvertedTensor;
 use crate::reader::Pair;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,8 +22,8 @@ pub(super) enum BaseLanes {
     Entry(usize),
     /// A tensor of the version before, or the entry's rectangle of it.
     Tensor(usize),
-    /// Lanes that are formed from tensors of the version before: an index of [`Step::formed`].
-    Formed(usize),
+    /// Lanes that are converted from tensors of the version before: an index of [`Step::converted`].
+    Converted(usize),
 }
 
 /// A step of a chain.
@@ -37,7 +37,7 @@ pub(super) struct Step<'a, B> {
     /// For each entry, the source of its base lanes.
     pub bases: Vec<BaseLanes>,
     /// The derived bases.
-    pub formed: Vec<Formed>,
+    pub converted: Vec<ConvertedTensor>,
     /// For each tensor, its first entry. One more number ends the last tensor's entries.
     first_entries: Vec<usize>,
     /// For each entry, its bytes in the tensor; `None` for a whole tensor.
@@ -62,7 +62,7 @@ impl<'a, B: Source> Step<'a, B> {
             rebuilder: Rebuilder::new(pair),
             tensors: Vec::new(),
             bases: Vec::with_capacity(index.tensor_count()),
-            formed: Vec::new(),
+            converted: Vec::new(),
             first_entries: Vec::new(),
             runs: index.tensors().map(|tensor| tensor.layout()).collect(),
             ends: Vec::with_capacity(index.tensor_count()),
@@ -79,7 +79,7 @@ impl<'a, B: Source> Step<'a, B> {
             }
             let end = step.runs[tensor.place].as_ref().map_or(0, StridedLayout::end);
             step.ends.push(step.ends.last().filter(|_| is_further).map_or(end, |before| end.max(*before)));
-            let lanes = find_base_lanes(&tensor, before, previous, &mut step.formed)?;
+            let lanes = find_base_lanes(&tensor, before, previous, &mut step.converted)?;
             step.bases.push(lanes);
             let (BaseLanes::Entry(entry), Some(previous)) = (lanes, previous) else { continue };
             let found = previous.pair.index().tensor(entry).target_digest();
@@ -129,10 +129,10 @@ fn find_base_lanes<B: Source>(
     tensor: &Tensor<'_>,
     before: &dyn Checkpoint,
     previous: Option<&Step<'_, B>>,
-    formed: &mut Vec<Formed>,
+    converted: &mut Vec<ConvertedTensor>,
 ) -> Result<BaseLanes> {
     let Some(found) = find_base(tensor, before)? else { return Ok(BaseLanes::Zeros) };
-    if let Some(lanes) = found.formed(tensor) {
+    if let Some(lanes) = found.converted(tensor) {
         for tensor_index in previous.iter().flat_map(|_| [Some(found.base), found.scales]).flatten() {
             let name = &before.tensors()[tensor_index].name;
             if !previous.is_some_and(|previous| previous.pair.index().is_tiled(name)) {
@@ -140,8 +140,8 @@ fn find_base_lanes<B: Source>(
                 return Err(Rule::BaseTensor.broken(expected, "parts that do not cover it").in_tensor(tensor.name));
             }
         }
-        formed.push(lanes);
-        return Ok(BaseLanes::Formed(formed.len() - 1));
+        converted.push(lanes);
+        return Ok(BaseLanes::Converted(converted.len() - 1));
     }
     let tensor_index = found.base;
     let Some(previous) = previous else { return Ok(BaseLanes::Tensor(tensor_index)) };

@@ -231,8 +231,8 @@ impl<'a, B: Source> Chain<'a, B> {
             (BaseLanes::Zeros, _) => from_base.fill(0),
             // Zeros behind the lanes do not change their sum.
             (BaseLanes::Entry(entry), _) => return self.read_entry(step - 1, entry, offset, from_base),
-            (BaseLanes::Formed(formed), _) => {
-                self.steps[step].formed[formed].read(&Version { chain: self, level: step }, offset, from_base)?;
+            (BaseLanes::Converted(converted), _) => {
+                self.steps[step].converted[converted].read(&Version { chain: self, level: step }, offset, from_base)?;
             }
             (BaseLanes::Tensor(tensor_index), None) => self.read_tensor(step, tensor_index, offset, from_base)?,
             (BaseLanes::Tensor(tensor_index), Some(runs)) => self.read_rectangle(step, tensor_index, runs, offset, from_base)?,

@@ -12,7 +12,7 @@ pub(crate) enum Piece {
     /// A tensor of the other checkpoint, or a rectangle of it.
     Of(Region),
     /// Lanes that are converted from tensors of the other checkpoint.
-    Formed(ConvertedTensor),
+    Converted(ConvertedTensor),
 }
 
 impl Piece {
@@ -25,7 +25,7 @@ impl Piece {
     pub fn regions(&self) -> impl Iterator<Item = &Region> {
         let (first, second) = match self {
             Piece::Of(region) => (region, None),
-            Piece::Formed(converted) => converted.regions(),
+            Piece::Converted(converted) => converted.regions(),
         };
         std::iter::once(first).chain(second)
     }
@@ -75,21 +75,21 @@ impl Checkpoint for Cut<'_> {
         let piece = self.pieces.get(tensor_index).ok_or_else(|| Error::InvalidArgument(format!("no piece {tensor_index}")))?;
         match piece {
             Piece::Of(region) => region.read_into(self.of, offset, out),
-            Piece::Formed(converted) => converted.read(self.of, offset, out),
+            Piece::Converted(converted) => converted.read(self.of, offset, out),
         }
     }
 
     fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
         match self.pieces.get(tensor_index)? {
             Piece::Of(region) => region.in_place(self.of, offset, size),
-            Piece::Formed(_) => None,
+            Piece::Converted(_) => None,
         }
     }
 
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
         match self.pieces.get(tensor_index) {
             Some(Piece::Of(region)) => region.is_held(self.of, offset..offset.saturating_add(size as u64)),
-            Some(Piece::Formed(converted)) => converted.is_held(self.of, offset, size),
+            Some(Piece::Converted(converted)) => converted.is_held(self.of, offset, size),
             None => false,
         }
     }

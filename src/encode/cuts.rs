@@ -184,7 +184,7 @@ impl<'a> Entries<'a> {
                 None => None,
                 Some(derivation) => converted(base, found.base, derivation, info, &needed).ok().map(|converted| {
                     derived = Some(derivation.spec(base));
-                    Piece::Formed(converted)
+                    Piece::Converted(converted)
                 }),
             };
             if let Some(piece) = piece {

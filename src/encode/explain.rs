@@ -5,7 +5,7 @@ use super::candidates::{Outcome, Worker};
 use super::options::{Candidate, EncodeOptions, Favor};
 use super::plan::{Plan, plan, plan_from};
 use super::train::train;
-use crate::apply::{Item, Rebuilt, Request};
+use crate::apply::{Item, RebuiltTarget, Request};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::reader::Pair;
@@ -215,7 +215,7 @@ impl<'a, B: Source> Explain<'a, B> {
         let request = Request::new(self.pair, base, &self.watcher, |base, tensor| base.find(tensor.base_name));
         let whole = request.plan(|tensor, _, base| Item::whole(tensor, base))?;
         let bases: Vec<_> = whole.items.iter().map(|item| item.base).collect();
-        let target = Rebuilt::new(self.pair, request.base(), &bases);
+        let target = RebuiltTarget::new(self.pair, request.base(), &bases);
         let options = self.options();
         let plan = |i| match index.has_parts() || index.has_derived() {
             true => {

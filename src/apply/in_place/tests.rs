@@ -142,7 +142,7 @@ fn apply_as(pair: &Pair<Twofold>, limit: u64, mode: InPlace) -> (Result<ApplyRep
     let mut bytes = base();
     let tensors = vec![TensorMut { name: "w", bytes: &mut bytes }];
     let run = InPlaceRun { pair, mode, digests: true, max_kept_bytes: limit, progress: &|_| {} };
-    let outcome = run.tensors(tensors);
+    let outcome = whole_tensors(run.pair.index(), tensors).and_then(|memories| run.slices(memories));
     (outcome, bytes)
 }
 
@@ -205,7 +205,8 @@ fn no_chunk_is_written_after_one_that_failed() {
     let mode = InPlace::ChunkByChunk;
     let run = InPlaceRun { pair: &pair, mode, digests: true, max_kept_bytes: 0, progress: &|_| {} };
     let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    let outcome = one_thread.install(|| run.tensors(vec![TensorMut { name: "w", bytes: &mut bytes }]));
+    let outcome =
+        one_thread.install(|| run.slices(whole_tensors(run.pair.index(), vec![TensorMut { name: "w", bytes: &mut bytes }])?));
     let Err(Error::Poisoned { written, total, source }) = outcome else { panic!("{outcome:?}") };
     assert_eq!((&written[..], total, source.rule()), (&[0][..], 4, Some(Rule::PayloadCrc32)));
     let chunk = 4 * CHUNK_LANES;
@@ -258,7 +259,7 @@ fn with_a_payload_root_nothing_is_written_before_all_payloads_are_compared() {
 #[test]
 fn payloads_that_lie_in_memory_are_not_kept_again() {
     let pair = encode(&target(&[]));
-    let kept = Kept::new(&pair, u64::MAX);
+    let kept = KeptPayloads::new(&pair, u64::MAX);
     for _ in 0..2 {
         let mut scratch = Vec::new();
         let payload = kept.payload(0, &mut scratch).unwrap();
