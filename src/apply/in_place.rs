@@ -4,7 +4,7 @@ use super::engine::Engine;
 use super::find::wrong_base;
 use super::kept::KeptPayloads;
 use super::memory::{MemoryBase, Role};
-use super::plan::{Plan, Task};
+use super::plan::{Plan, Task, check_in_place};
 use super::request::ApplyReport;
 use crate::batches::hash_tensor;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
@@ -16,7 +16,7 @@ use std::sync::{Mutex, PoisonError};
 use tpde_core::digest::short;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
-use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::index::ValidatedIndex;
 use tpde_core::rectangle::Rectangle;
 use tpde_core::source::Source;
 
@@ -72,7 +72,7 @@ pub(crate) struct InPlaceRun<'a, B> {
 impl<B: Source> InPlaceRun<'_, B> {
     /// Changes slices. Progress counts each byte once: when it is checked, in the first pass.
     pub fn slices(&self, mut memories: Memories<'_>) -> Result<ApplyReport> {
-        let plan = plan_in_place(self.pair.index(), &memories)?;
+        let plan = Plan::in_place(self.pair.index(), &memories)?;
         // Without a payload list in the index, one payload cannot be compared before all were hashed, and nothing may be written
         // before it is compared.
         self.pair.authenticate(&NoProgress(self.progress))?;
@@ -166,24 +166,6 @@ pub(crate) fn whole_tensors<'t>(index: &ValidatedIndex, mut tensors: Vec<TensorM
     Memories::new(slices)
 }
 
-/// The chunks of slices that are changed in place. Items have their positions in a [`MemoryBase`] as those of their bases.
-///
-/// # Errors
-/// Those of [`Plan::of_slices`]; [`Error::InvalidArgument`] if a tensor cannot be changed in place; [`Error::NotHeld`] if slices have
-/// only some lanes of a chunk.
-pub(crate) fn plan_in_place<'a>(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Plan<'a>> {
-    let mut plan = Plan::of_slices(index, memories)?;
-    for (number, item) in plan.items.iter_mut().enumerate() {
-        check_in_place(&item.tensor)?;
-        let is_cut = |&&chunk: &&u32| item.held(chunk) < item.bytes_of(chunk).1;
-        if let Some(&chunk) = item.chunks.iter().find(is_cut) {
-            return Err(item.not_held(chunk, None, &memories.slices));
-        }
-        item.base = Some(number);
-    }
-    Ok(plan)
-}
-
 /// [`Error::AlreadyApplied`] if memory that a plan changes in place has the target already: all tensors and parts that it has
 /// completely, at least one, have the target's digest.
 pub(crate) fn check_not_applied(plan: &Plan<'_>, memories: &Memories<'_>) -> Result<()> {
@@ -198,22 +180,6 @@ pub(crate) fn check_not_applied(plan: &Plan<'_>, memories: &Memories<'_>) -> Res
         applied.get_or_insert_with(|| wrong_base(&item.tensor, &found, None).into_already_applied());
     }
     applied.map_or(Ok(()), Err)
-}
-
-/// Checks that memory of an entry's base can hold its target.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if the base is longer or shorter.
-fn check_in_place(entry: &Tensor<'_>) -> Result<()> {
-    let reason = match entry.base_kind {
-        BaseKind::None | BaseKind::Same => return Ok(()),
-        BaseKind::Prefix => "changes its number of rows, which cannot be done in place".to_owned(),
-        BaseKind::Cast | BaseKind::Dequantised => {
-            let (from, to) = (entry.base_dtype(), entry.dtype);
-            format!("has a base of {from} and a target of {to}, which cannot be changed in place: rebuild it in other memory")
-        }
-    };
-    Err(Error::InvalidArgument(format!("tensor {} {reason}", Escaped(entry.name))))
 }
 
 #[cfg(test)]

@@ -1,8 +1,10 @@
 //! The plan of an application: which chunks are decoded, and where their bytes are in the caller's memory.
 
+use crate::checkpoint::Checkpoint;
 use crate::slice::{Memories, PlacedSlice, View, check_disjoint};
 use std::ops::Range;
 use tpde_core::error::{Error, Escaped, List, Result};
+use tpde_core::format::BaseKind;
 use tpde_core::index::{Tensor, ValidatedIndex};
 use tpde_core::layout::{Placement, relation};
 
@@ -112,7 +114,7 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`] if the pair lacks a tensor, if a slice is not within its tensor or has another size, or if slices
     /// share elements or memory; [`Error::Incomplete`] if the pair lacks elements of a slice.
-    pub fn of_slices(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Self> {
+    pub(super) fn of_slices(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Self> {
         let mut plan = Self::default();
         let count = memories.slices.iter().map(|slice| slice.memory + 1).max();
         let mut layouts = vec![Vec::new(); count.unwrap_or(0)];
@@ -133,6 +135,56 @@ impl<'a> Plan<'a> {
                 let [a, b] = [a, b].map(|i| Escaped(memories.slices[numbers[i]].name));
                 return Err(Error::InvalidArgument(format!("slices of tensors {a} and {b} share memory")));
             }
+        }
+        Ok(plan)
+    }
+
+    /// The chunks that are changed in place in slices. Items have their positions in a [`MemoryBase`](super::memory::MemoryBase) as
+    /// those of their bases.
+    ///
+    /// # Errors
+    /// Those of [`Plan::of_slices`]; [`Error::InvalidArgument`] if a tensor cannot be changed in place; [`Error::NotHeld`] if slices
+    /// have only some lanes of a chunk.
+    pub fn in_place(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Self> {
+        let mut plan = Self::of_slices(index, memories)?;
+        for (number, item) in plan.items.iter_mut().enumerate() {
+            check_in_place(&item.tensor)?;
+            let is_cut = |&&chunk: &&u32| item.held(chunk) < item.bytes_of(chunk).1;
+            if let Some(&chunk) = item.chunks.iter().find(is_cut) {
+                return Err(item.not_held(chunk, None, &memories.slices));
+            }
+            item.base = Some(number);
+        }
+        Ok(plan)
+    }
+
+    /// The chunks from which slices are rebuilt, with a base of which only some lanes may be held. `find` finds the base tensor of an
+    /// entry in `base`.
+    ///
+    /// # Errors
+    /// Those of [`Plan::of_slices`] and of `find`; [`Error::NotHeld`] if the base lacks lanes of a chunk.
+    pub fn out_of_place(
+        index: &'a ValidatedIndex,
+        memories: &Memories<'_>,
+        base: &dyn Checkpoint,
+        find: impl Fn(&Tensor<'_>) -> Result<Option<usize>>,
+    ) -> Result<Self> {
+        let mut plan = Self::of_slices(index, memories)?;
+        // An empty slice needs no base.
+        plan.items.retain(|item| !item.chunks.is_empty());
+        plan.items.iter_mut().try_for_each(|item| find(&item.tensor).map(|found| item.base = found))?;
+        for item in &mut plan.items {
+            let Some(found) = item.base else { continue };
+            let is_held = |offset, size| size == 0 || base.holds(found, offset, size);
+            for &chunk in &item.chunks {
+                let (offset, size) = item.bytes_of(chunk);
+                let size = item.tensor.base_bytes().saturating_sub(offset).min(size as u64) as usize;
+                if !is_held(offset, size) {
+                    return Err(item.not_held(chunk, Some("the base"), &memories.slices));
+                }
+            }
+            // The digest of a base with other rows covers all of its rows.
+            item.is_complete &= item.tensor.base_kind != BaseKind::Prefix || is_held(0, item.tensor.base_bytes() as usize);
         }
         Ok(plan)
     }
@@ -198,4 +250,20 @@ impl<'a> Plan<'a> {
     pub fn bytes_of(&self, task: Task) -> (u64, usize) {
         self.items[task.item].bytes_of(task.chunk)
     }
+}
+
+/// Checks that memory of an entry's base can hold its target.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the base is longer or shorter.
+pub(super) fn check_in_place(entry: &Tensor<'_>) -> Result<()> {
+    let reason = match entry.base_kind {
+        BaseKind::None | BaseKind::Same => return Ok(()),
+        BaseKind::Prefix => "changes its number of rows, which cannot be done in place".to_owned(),
+        BaseKind::Cast | BaseKind::Dequantised => {
+            let (from, to) = (entry.base_dtype(), entry.dtype);
+            format!("has a base of {from} and a target of {to}, which cannot be changed in place: rebuild it in other memory")
+        }
+    };
+    Err(Error::InvalidArgument(format!("tensor {} {reason}", Escaped(entry.name))))
 }

@@ -2,7 +2,7 @@
 
 use super::view::Chain;
 use crate::apply::{
-    Apply, ApplyReport, InPlace, InPlaceRun, Item, KEPT_PAYLOADS, Plan, TensorMut, check_not_applied, plan_in_place, whole_tensors,
+    Apply, ApplyReport, InPlace, InPlaceRun, Item, KEPT_PAYLOADS, Plan, TensorMut, check_not_applied, whole_tensors,
 };
 use crate::checkpoint::TensorInfo;
 use crate::reader::Pair;
@@ -94,7 +94,7 @@ impl<'a, B: Source> ApplyChain<'a, B> {
         if self.pairs.len() == 1 {
             return self.step(last, InPlace::AllChecked, self.digests, &self.watcher).slices(memories);
         }
-        let plans = self.pairs.iter().map(|pair| plan_in_place(pair.index(), &memories)).collect::<Result<Vec<_>>>()?;
+        let plans = self.pairs.iter().map(|pair| Plan::in_place(pair.index(), &memories)).collect::<Result<Vec<_>>>()?;
         plans.iter().flat_map(|plan| &plan.items).try_for_each(|item| check_name(&item.tensor))?;
         let mut report = self.check(&plans, &memories).map_err(|error| match error {
             // Nothing was written.
