@@ -11,6 +11,7 @@ mod builders;
 mod chains;
 mod chains_in_place;
 mod damage;
+mod decisions;
 mod derived;
 mod documents;
 mod encoded;
