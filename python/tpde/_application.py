@@ -76,11 +76,8 @@ def on_device(device: Any, pair: Any, opened: _tpde.Pair, payloads: Any = "file"
     return pair
 
 
-def apply_steps(
-    before: list[Any], opened: _tpde.Pair, last: Any, memories: Any, progress: Progress, scratch: int | None
-) -> bool:
-    """Applies the pairs ``before`` and the pair ``opened``, which is ``last`` if it is on a device. False if the memory already was the
-    last target."""
+def apply_steps(before: list[Any], opened: _tpde.Pair, last: Any, memories: Any, progress: Progress, scratch: int | None) -> bool:
+    """Applies the pairs ``before`` and ``opened``, which is ``last`` on a device. False if the memory already was the last target."""
     pairs = [one._pair if hasattr(one, "_pair") else open_pair(one) for one in before]
     if last is not None:
         steps = [on_device(last.device, one, pair) for one, pair in zip(before, pairs)]

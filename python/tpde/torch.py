@@ -173,9 +173,9 @@ def apply_(
         strict: Whether every tensor of the pair must be among ``tensors``. A module with layers of :mod:`tpde.nn` is refused in
             either case, and so is its state dict, because their weights are not in memory.
         expect: As for :func:`tpde.apply`. Of several pairs, the digest of the last one.
-        scratch: Bytes of memory in which several pairs are checked on a CUDA device; by default 128 MiB. It is at least the size of the largest
-            tensor, and never more than that of all tensors. If all tensors fit in it and have no gaps between rows, each pair is
-            decoded once, otherwise twice, in groups of tensors. With one pair it is not used.
+        scratch: Bytes of memory in which several pairs are checked on a CUDA device; by default 128 MiB. At least the size of the
+            largest tensor, and never more than that of all. If all tensors fit in it without gaps between rows, each pair is decoded
+            once, otherwise twice, in groups of tensors.
         progress: As for :func:`tpde.encode`.
 
     Returns:
