@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import shutil
@@ -226,17 +227,14 @@ def test_derived_of_torch_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_arrays_follow_a_chain_in_place(tmp_path: Path, framework: str) -> None:
     """All pairs are applied in one commit: to whole arrays, and to the rows of a rank in a parameter with gaps between rows."""
+    functions: Any = tpde.numpy
+    live_of: Any = np.asarray
     if framework == "torch":
-        torch = pytest.importorskip("torch")
-        import tpde.torch as functions
-
-        live_of = torch.from_numpy
-    else:
-        functions: Any = tpde.numpy  # type: ignore[no-redef]
-        live_of = lambda array: array  # noqa: E731
+        live_of = pytest.importorskip("torch").from_numpy
+        functions = importlib.import_module("tpde.torch")
     random = np.random.default_rng(3)
     versions = [{"w": random.integers(0, 99, (200, 64)).astype(np.float32), "b": np.arange(5, dtype=np.int64)}]
-    pairs = []
+    pairs: list[Any] = []
     for number in range(3):
         after = {name: array.copy() for name, array in versions[-1].items()}
         after["w"][:: number + 3] += 1
@@ -260,7 +258,9 @@ def test_arrays_follow_a_chain_in_place(tmp_path: Path, framework: str) -> None:
 
     # Tensors that are left out, with the pairs as they are, and a pair that does not follow.
     only = {"b": held(0)["b"]}
-    assert functions.apply_(only, pairs, strict=False) == "applied" and np.asarray(only["b"]).tobytes() == versions[3]["b"].tobytes()
+    assert (
+        functions.apply_(only, pairs, strict=False) == "applied" and np.asarray(only["b"]).tobytes() == versions[3]["b"].tobytes()
+    )
     live = held(0)
     for steps, number in (([pairs[0], pairs[2]], 2), (pairs[1:], 1)):
         with pytest.raises(tpde.Step) as raised:
