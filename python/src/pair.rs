@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tpde::{
-    Apply, ApplyChain, ApplyReport, BaseKind, Checkpoint, Dtype, Error, Escaped, FileSource, FusedSlices, InPlace,
-    MemoryCheckpoint, OpenOptions, Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
+    Apply, ApplyChain, BaseKind, Checkpoint, Dtype, Error, Escaped, FileSource, FusedSlices, InPlace, MemoryCheckpoint,
+    OpenOptions, Rectangle, Result, SafetensorsCheckpoint, SliceMut, Tensor, TensorMut, Watch,
 };
 use tpde_core::layout::{first_shared, relation};
 
@@ -211,62 +211,41 @@ impl Pair {
         Ok((PyByteArray::new(py, &positions), PyByteArray::new(py, &values), size))
     }
 
-    /// Changes tensors in place. Tensors that share memory are changed once. False if they already were the target.
-    #[pyo3(signature = (tensors, *, checked, progress))]
-    fn apply_in_place(&self, py: Python<'_>, tensors: Tensors, checked: bool, progress: Option<Py<PyAny>>) -> PyResult<bool> {
-        let mut tensors = tensors.into_whole()?;
-        let total = tensors.iter().map(|tensor| tensor.range().len() as u64).sum();
-        let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
-        run(py, progress, total, |steering| {
-            // SAFETY: the caller of the public function promises that nothing else uses the memory.
-            let given = unsafe { self.each_once(&mut tensors)? };
-            applied(Apply::new(&self.pair).watch(steering).in_place(given, mode))
-        })
-    }
-
-    /// Changes tensors, or slices, by the pairs `before` and by this one, in one commit. False if they already were the last target.
-    fn apply_after(&self, py: Python<'_>, before: Vec<Py<Self>>, tensors: Tensors, progress: Option<Py<PyAny>>) -> PyResult<bool> {
-        let mut pairs: Vec<_> = before.iter().map(|pair| pair.get().shared()).collect();
-        pairs.push(self.shared());
-        let mut tensors = tensors;
-        let total = tensors.memories().iter().map(|memory| memory.range().len() as u64).sum();
-        run(py, progress, total, |steering| {
-            let chain = ApplyChain::new(pairs.iter().map(|pair| &**pair)).watch(steering);
-            applied(match &mut tensors {
-                // SAFETY: as in `apply_in_place`.
-                Tensors::Whole(tensors) => chain.in_place(unsafe { self.each_once(tensors)? }),
-                // SAFETY: as in `apply_slices_in_place`.
-                Tensors::Slices(slices) => chain.in_place_slices(unsafe { self::slices(&self.pair, slices)? }),
-            })
-        })
-    }
-
-    /// Changes slices of tensors in place. False if they already were the target.
-    #[pyo3(signature = (slices, *, checked, digests, progress))]
-    fn apply_slices_in_place(
+    /// Changes tensors or slices in place, by the pairs `before` and by this one, in one commit. Tensors that share memory are changed
+    /// once. False if they already were the last target. Several pairs are always `checked` before the first write.
+    #[pyo3(signature = (tensors, *, before, checked, digests, progress))]
+    fn apply_in_place(
         &self,
         py: Python<'_>,
-        slices: Vec<SliceMemory>,
+        mut tensors: Tensors,
+        before: Vec<Py<Self>>,
         checked: bool,
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<bool> {
-        let total = slices.iter().map(SliceMemory::size).sum();
-        let mode = if checked { InPlace::AllChecked } else { InPlace::ChunkByChunk };
-        run(py, progress, total, |steering| {
-            // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
-            let slices = unsafe { self::slices(&self.pair, &slices)? };
-            applied(Apply::new(&self.pair).watch(steering).digests(digests).in_place_slices(slices, mode))
+        let mut pairs: Vec<_> = before.iter().map(|pair| pair.get().shared()).collect();
+        pairs.push(self.shared());
+        run(py, progress, tensors.size(), |steering| {
+            let chain = ApplyChain::new(pairs.iter().map(|pair| &**pair)).digests(digests).watch(steering);
+            let alone = Apply::new(&self.pair).digests(digests).watch(steering);
+            let outcome = match &mut tensors {
+                Tensors::Whole(tensors) => {
+                    // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
+                    let given = unsafe { self.each_once(tensors)? };
+                    if checked { chain.in_place(given) } else { alone.in_place(given, InPlace::ChunkByChunk) }
+                }
+                Tensors::Slices(slices) => {
+                    // SAFETY: as above.
+                    let given = unsafe { self::slices(&self.pair, slices)? };
+                    if checked { chain.in_place_slices(given) } else { alone.in_place_slices(given, InPlace::ChunkByChunk) }
+                }
+            };
+            match outcome {
+                Ok(_) => Ok(true),
+                Err(Error::AlreadyApplied { .. }) => Ok(false),
+                Err(error) => Err(error),
+            }
         })
-    }
-}
-
-/// Whether an application in place changed anything.
-fn applied(outcome: Result<ApplyReport>) -> Result<bool> {
-    match outcome {
-        Ok(_) => Ok(true),
-        Err(Error::AlreadyApplied { .. }) => Ok(false),
-        Err(error) => Err(error),
     }
 }
 

@@ -76,14 +76,16 @@ def on_device(device: Any, pair: Any, opened: _tpde.Pair, payloads: Any = "file"
     return pair
 
 
-def apply_steps(before: list[Any], opened: _tpde.Pair, last: Any, memories: Any, progress: Progress, scratch: int | None) -> bool:
+def apply_steps(
+    before: list[Any], opened: _tpde.Pair, last: Any, memories: Any, progress: Progress, scratch: int | None, **how: bool
+) -> bool:
     """Applies the pairs ``before`` and ``opened``, which is ``last`` on a device. False if the memory already was the last target."""
     pairs = [one._pair if hasattr(one, "_pair") else open_pair(one) for one in before]
     if last is not None:
         steps = [on_device(last.device, one, pair) for one, pair in zip(before, pairs)]
         return bool(last._apply_after(steps, memories, progress, scratch=scratch))
     with progress_callback(progress, "apply") as callback:
-        return opened.apply_after(pairs, memories, callback)
+        return opened.apply_in_place(memories, before=pairs, **how, progress=callback)
 
 
 class SlicesApplication:
@@ -160,9 +162,10 @@ class SlicesApplication:
 
     def _apply(self, progress: Progress) -> bool:
         """False if the slices already were the target."""
-        on = self._on_device
-        if self._before:
-            return apply_steps(self._before, self._pair, on, self._memories, progress, self._scratch)
+        on, is_checked = self._on_device, self._mode == "all_checked"
+        if self._before or on is None and not self._overwrites:
+            how = {"checked": is_checked, "digests": self._digests}
+            return apply_steps(self._before, self._pair, on, self._memories, progress, self._scratch, **how)
         if self._application is not None:
             on._device.refuse_capture("applying a pair")
             return bool(self._application.run(on, progress))
@@ -174,12 +177,7 @@ class SlicesApplication:
             if applied and self._is_kept:
                 on._remember(application, None, None)
             return bool(applied)
-        is_checked = self._mode == "all_checked"
         with progress_callback(progress, "apply") as callback:
-            if not self._overwrites:
-                return self._pair.apply_slices_in_place(
-                    self._memories, checked=is_checked, digests=self._digests, progress=callback
-                )
             self._pair.read_slices(self._memories, base=self._base, digests=is_checked, progress=callback)
         return True
 

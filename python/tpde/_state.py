@@ -226,13 +226,10 @@ def apply_(
         if base is not None:
             bases_of = _base_of(outline, base, on, base_columns)
             applied, application = True, _overwrite(opened, on, outputs, bases_of, written, progress, digests=is_checked)
-        elif before:
-            applied = apply_steps(before, opened, on, outputs, progress, scratch)
-        elif on is not None:
-            applied, application = on._apply(outputs, [], mode, progress, meanwhile=written.prepare)
+        elif before or on is None:
+            applied = apply_steps(before, opened, on, outputs, progress, scratch, checked=is_checked, digests=True)
         else:
-            with progress_callback(progress, "apply") as callback:
-                applied = opened.apply_in_place(outputs, checked=is_checked, progress=callback)
+            applied, application = on._apply(outputs, [], mode, progress, meanwhile=written.prepare)
     outcome = written.outcome(applied=applied)
     if applied and application is not None and on is pair:
         pair._remember(application, tensors, base_tensors, versioned=written.names, is_complete=is_complete)
