@@ -337,7 +337,7 @@ impl<'a> Runs<'a> {
 }
 
 /// The relation of memories with these layouts: for each, the number of the first one with the same bytes in the same order, which may
-/// be its own. It does not change if all memories are elsewhere, in the same relation. An empty memory shares nothing.
+/// be its own. An empty memory shares nothing.
 ///
 /// Time: sorting, and for each layout one comparison with each that begins before it and ends after its beginning.
 ///
@@ -387,7 +387,7 @@ pub struct Placement {
     from: StridedLayout,
     /// Offsets of the common bytes in memory.
     to: StridedLayout,
-    /// The common bytes that are meant.
+    /// The range of common bytes that is used.
     common: Range<u64>,
     /// Added to offsets in memory, modulo 2^64.
     shift: u64,

@@ -6,7 +6,7 @@ use super::digests::DigestCheck;
 use super::find::wrong_base;
 use super::memory::{Pieces, RUN_BYTES, Role, divide};
 use super::payloads::ComparedPayloads;
-use super::plan::{Plan, Task};
+use super::plan::{Item, Plan, Task};
 use crate::base::PaddedBase;
 use crate::batches::{Pool, batches, hash_tensor, in_parallel};
 use crate::checkpoint::Checkpoint;
@@ -21,6 +21,7 @@ use tpde_core::digest::{self, short};
 use tpde_core::error::{Error, Result, Rule};
 use tpde_core::format::BaseKind;
 use tpde_core::source::Source;
+use tpde_core::sums::chunk_sum;
 
 /// A plan, and what its chunks are decoded from.
 pub(crate) struct Engine<'a, B> {
@@ -182,21 +183,28 @@ impl<'a, B: Source> Engine<'a, B> {
     /// [`Error::WrongBase`] or [`Error::AlreadyApplied`] if their digests show that. Other errors are returned unchanged.
     pub fn explain(&self, error: Error) -> Error {
         // An error about an earlier step of a chain is an `Error::Step`, and is not about this pair.
-        let failed = match &error {
-            Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum => invalid.at.chunk,
-            _ => return error,
-        };
+        match &error {
+            Error::Invalid(invalid) if invalid.rule == Rule::ChunkBaseSum => match self.compare_bases(invalid.at.chunk) {
+                Ok(Some(wrong)) => wrong,
+                // The base matches all digests, so the sum in the index is wrong.
+                Ok(None) => error,
+                // Report the failed read: a base that cannot be read may still be the right one.
+                Err(unread) => unread,
+            },
+            _ => error,
+        }
+    }
+
+    /// The error for the complete items whose bases differ from their digests, if there are such: [`Error::AlreadyApplied`] if these
+    /// are the target, and all other items of the plan too. `failed` is the chunk that failed.
+    pub fn compare_bases(&self, failed: Option<u32>) -> Result<Option<Error>> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for item in self.plan.items.iter().filter(|item| item.is_complete) {
             // A tensor that needs no base has a position only in an application in place. If the pair was already applied, its
             // memory holds the target.
             let (tensor, Some(base_index)) = (&item.tensor, item.base) else { continue };
-            let found = match self.hash_base(base_index) {
-                Ok(hash) => short(&hash),
-                // Report the failed read: a base that cannot be read may still be the right one.
-                Err(unread) => return unread,
-            };
+            let found = short(&self.hash_base(base_index)?);
             all_are_targets &= found == tensor.digests.target_digest;
             if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
                 // The tensor of the chunk that failed, or else the first one whose base differs.
@@ -206,12 +214,25 @@ impl<'a, B: Source> Engine<'a, B> {
                 }
             }
         }
-        match wrong {
-            Some(wrong) if all_are_targets => wrong.into_already_applied(),
-            Some(wrong) => wrong,
-            // The base matches all digests, so the sum in the index is wrong.
-            None => error,
+        let Some(wrong) = wrong else { return Ok(None) };
+        let mut others = self.plan.items.iter().filter(|item| !item.is_complete);
+        let is_applied =
+            all_are_targets && others.try_fold(true, |so_far, item| Ok::<_, Error>(so_far && self.has_target_sums(item)?))?;
+        Ok(Some(if is_applied { wrong.into_already_applied() } else { wrong }))
+    }
+
+    /// Whether the base lanes of an item's chunks have the sums of the target.
+    fn has_target_sums(&self, item: &Item<'_>) -> Result<bool> {
+        let Some(base_index) = item.base.filter(|_| item.tensor.base_kind != BaseKind::Prefix) else { return Ok(false) };
+        let mut buffer = Vec::new();
+        for &chunk in &item.chunks {
+            let (offset, size) = item.bytes_of(chunk);
+            let found = chunk_sum(self.base.bytes(base_index, offset, size, &mut buffer)?);
+            if found != self.pair.index().sums()[chunk as usize].target_sum.get() {
+                return Ok(false);
+            }
         }
+        Ok(true)
     }
 }
 
@@ -224,7 +245,6 @@ fn cost(plan: &Plan<'_>, task: Task) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::apply::plan::Item;
     use crate::slice::{Memories, SliceMut};
     use crate::{Dtype, Encode, MemoryCheckpoint, Rectangle, TensorInfo};
 

@@ -1,19 +1,16 @@
 //! Applies a pair to tensors in memory, in place (spec section 13, modes of application).
 
 use super::engine::Engine;
-use super::find::wrong_base;
 use super::kept::KeptPayloads;
 use super::memory::{MemoryBase, Role};
 use super::plan::{Plan, Task, check_in_place};
 use super::request::ApplyReport;
-use crate::batches::hash_tensor;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
 use crate::reader::{Pair, PayloadDigests};
 use crate::slice::{Memories, SliceMut};
 use crate::watch::{NoProgress, Progress};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use tpde_core::digest::short;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::index::ValidatedIndex;
@@ -23,8 +20,8 @@ use tpde_core::source::Source;
 /// The checks that an application in place makes before it writes.
 ///
 /// Only digests detect a forged blob, because CRC and chunk sums are linear. If the pair digest covers the payloads (format 1.2),
-/// both modes compare digests of payloads before they write: if the index does not store them, all payloads of the pair are
-/// hashed first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device both
+/// both modes compare the digest of a payload before they write its chunk: if the index does not store them, all payloads of the pair
+/// are hashed first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device both
 /// modes compare digests of targets, and chunk by chunk, some chunks are written before they are checked, and restored if a
 /// check fails; see module `cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -130,6 +127,13 @@ impl<B: Source> InPlaceRun<'_, B> {
         Err(Error::Poisoned { written, total: engine.plan.chunks().count() as u32, source: Box::new(source) })
     }
 
+    /// [`Error::AlreadyApplied`], if memory that a plan changes has the target.
+    pub fn already_applied(&self, plan: &Plan<'_>, memories: &Memories<'_>) -> Option<Error> {
+        let bytes: Vec<&[u8]> = memories.bytes.iter().map(|bytes| &**bytes).collect();
+        let compared = Engine::new(self.pair, &MemoryBase::new(plan, &bytes), plan, self.progress).compare_bases(None);
+        compared.ok().flatten().filter(|error| matches!(error, Error::AlreadyApplied { .. }))
+    }
+
     /// [`Engine::explain`] while the memory has the base.
     fn explain(&self, error: Error, plan: &Plan<'_>, memories: &Memories<'_>) -> Error {
         let bytes: Vec<&[u8]> = memories.bytes.iter().map(|bytes| &**bytes).collect();
@@ -164,22 +168,6 @@ pub(crate) fn whole_tensors<'t>(index: &ValidatedIndex, mut tensors: Vec<TensorM
         slices.push(SliceMut::new(name, whole, bytes));
     }
     Memories::new(slices)
-}
-
-/// [`Error::AlreadyApplied`] if memory that a plan changes in place has the target already: all tensors and parts that it has
-/// completely, at least one, have the target's digest.
-pub(crate) fn check_not_applied(plan: &Plan<'_>, memories: &Memories<'_>) -> Result<()> {
-    let bytes: Vec<&[u8]> = memories.bytes.iter().map(|bytes| &**bytes).collect();
-    let base = MemoryBase::new(plan, &bytes);
-    let mut applied = None;
-    for (number, item) in plan.items.iter().enumerate().filter(|(_, item)| item.is_complete) {
-        let found = short(&hash_tensor(&base, number, &|_| {})?);
-        if found != *item.tensor.target_digest() {
-            return Ok(());
-        }
-        applied.get_or_insert_with(|| wrong_base(&item.tensor, &found, None).into_already_applied());
-    }
-    applied.map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

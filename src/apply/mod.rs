@@ -29,7 +29,7 @@ pub use accelerator::{Accelerator, TensorHashes, Work};
 pub use builder::Apply;
 pub(crate) use find::{find_base, wrong_base};
 pub use in_place::{InPlace, TensorMut};
-pub(crate) use in_place::{InPlaceRun, check_not_applied, whole_tensors};
+pub(crate) use in_place::{InPlaceRun, whole_tensors};
 pub(crate) use kept::KEPT_PAYLOADS;
 pub use moves::Moves;
 pub(crate) use plan::{Item, Plan};

@@ -255,7 +255,7 @@ impl<'a> Plan<'a> {
 /// Checks that memory of an entry's base can hold its target.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if the base is longer or shorter.
+/// [`Error::InvalidArgument`] if the base has another number of rows or another dtype.
 pub(super) fn check_in_place(entry: &Tensor<'_>) -> Result<()> {
     let reason = match entry.base_kind {
         BaseKind::None | BaseKind::Same => return Ok(()),

@@ -8,7 +8,7 @@ use tpde_core::error::Result;
 use tpde_core::index::Tensor;
 use tpde_core::source::Source;
 
-/// Rebuilds slices in `bytes`, memory whose content is ignored, or only checks that it can be done. Entries of which all chunks are
+/// Rebuilds slices in `bytes`, memory whose content is ignored; without `bytes`, decodes and checks without storing. Entries of which all chunks are
 /// decoded are compared with their digests.
 pub(super) fn rebuild<B: Source>(
     request: &Request<'_, B>,

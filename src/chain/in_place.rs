@@ -1,9 +1,7 @@
 //! Applies the pairs of a chain to tensors in memory, in place, in one commit.
 
 use super::view::Chain;
-use crate::apply::{
-    Apply, ApplyReport, InPlace, InPlaceRun, Item, KEPT_PAYLOADS, Plan, TensorMut, check_not_applied, whole_tensors,
-};
+use crate::apply::{Apply, ApplyReport, InPlace, InPlaceRun, Item, KEPT_PAYLOADS, Plan, TensorMut, whole_tensors};
 use crate::checkpoint::TensorInfo;
 use crate::reader::Pair;
 use crate::slice::{FusedSlices, Memories, PlacedSlice, Slice, SliceCheckpoint};
@@ -23,11 +21,11 @@ use tpde_core::source::Source;
 ///
 /// The first pass rebuilds the last target through all pairs, as [`Chain`] does, and writes nothing. It compares CRCs and sums of all
 /// pairs, the digests of their payloads from format 1.2 on, and the digests of the last targets. The second pass changes the memory,
-/// pair by pair, with the same checks. It compares digests only if the payloads come from a file, which could change between the
-/// passes.
+/// pair by pair, with the checks of CRCs, sums and payloads. It compares the digests of the last targets only if a blob is a file,
+/// which may change between the passes.
 ///
-/// Cost: two decodings per pair. Memory: that of a [`Chain`]. A single pair is an application with
-/// [`InPlace::AllChecked`](crate::InPlace::AllChecked).
+/// Cost: two decodings per pair, and one more of the earlier pairs for a tensor that a later pair describes without a base. Memory:
+/// that of a [`Chain`]. A single pair is an application with [`InPlace::AllChecked`](crate::InPlace::AllChecked).
 ///
 /// ```
 /// # use tpde::{ApplyChain, Dtype, Encode, MemoryCheckpoint, TensorInfo, TensorMut};
@@ -71,13 +69,13 @@ impl<'a, B: Source> ApplyChain<'a, B> {
     /// - [`Error::Step`] with the number of the pair whose check failed; [`Error::AlreadyApplied`] if the tensors are the last target;
     /// - [`Error::InvalidArgument`] and the other errors of [`Apply::in_place`] if tensors and pairs do not fit.
     ///
-    /// [`Error::Poisoned`] if the second pass fails: the source of the payloads failed, or payloads have changed.
+    /// [`Error::Poisoned`] if the second pass fails: the source of the payloads failed, or payloads have changed. It lists all chunks of
+    /// the last pair, because any of them may have been written.
     pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>) -> Result<ApplyReport> {
         self.run(whole_tensors(self.last()?.index(), tensors.into_iter().collect())?)
     }
 
-    /// Changes slices of tensors, as [`ApplyChain::in_place`]. They must have all elements of each chunk of each pair of which they have
-    /// some.
+    /// Changes slices of tensors, as [`ApplyChain::in_place`]. In each pair, slices must hold every chunk that they overlap completely.
     ///
     /// # Errors
     /// As for [`ApplyChain::in_place`]; [`Error::NotHeld`] and [`Error::Incomplete`] as for [`Apply::in_place_slices`].
@@ -97,9 +95,9 @@ impl<'a, B: Source> ApplyChain<'a, B> {
         let plans = self.pairs.iter().map(|pair| Plan::in_place(pair.index(), &memories)).collect::<Result<Vec<_>>>()?;
         plans.iter().flat_map(|plan| &plan.items).try_for_each(|item| check_name(&item.tensor))?;
         let mut report = self.check(&plans, &memories).map_err(|error| match error {
-            // Nothing was written.
             Error::Step { number: 1, .. } if matches!(error.rule(), Some(Rule::ChunkBaseSum | Rule::TensorBaseDigest)) => {
-                check_not_applied(&plans[plans.len() - 1], &memories).err().unwrap_or(error)
+                let step = self.step(last, InPlace::AllChecked, true, &self.watcher);
+                plans.last().and_then(|plan| step.already_applied(plan, &memories)).unwrap_or(error)
             }
             error => error,
         })?;
@@ -122,21 +120,22 @@ impl<'a, B: Source> ApplyChain<'a, B> {
             pair.authenticate(&NoProgress(&self.watcher)).map_err(|error| self.at_step(number, error))?;
         }
         let base = base_of(self.pairs[0].index(), memories)?;
+        let names: BTreeSet<_> = memories.slices.iter().map(|slice| slice.name).collect();
         let check = |number: usize, memories: &Memories<'_>, watch: &dyn Watch| {
-            let before = Chain::new(&base, self.pairs[..number].iter().copied())?.without_last();
+            let before = Chain::of(&base, self.pairs[..number].iter().copied(), |name| names.contains(name))?.without_last();
             let apply = Apply::new(self.pairs[number - 1]).base(&before).digests(self.digests).watch(watch);
             apply.slices(memories, None).map_err(|error| self.at_step(number, error))
         };
         let report = check(plans.len(), memories, &self.watcher)?;
-        // Tensors that a later pair describes without a base. What they are before was not read.
+        // Tensors that a later pair describes without a base, so that their earlier versions have not been read.
         let mut replaced = BTreeSet::new();
         for (i, plan) in plans.iter().enumerate().rev() {
-            let hidden = memories.only(&replaced);
-            if !hidden.slices.is_empty() {
-                check(i + 1, &hidden, &NoProgress(&self.watcher))?;
+            let unread = memories.only(&replaced);
+            if !unread.slices.is_empty() {
+                check(i + 1, &unread, &NoProgress(&self.watcher))?;
             }
             let has_no_base = |item: &&Item<'_>| item.tensor.base_kind == BaseKind::None && !item.chunks.is_empty();
-            replaced.extend(plan.items.iter().filter(has_no_base).map(|item| item.tensor.name));
+            replaced = plan.items.iter().filter(has_no_base).map(|item| item.tensor.name).collect();
         }
         Ok(report)
     }
@@ -171,19 +170,12 @@ fn check_name(tensor: &Tensor<'_>) -> Result<()> {
     Err(Error::InvalidArgument(reason))
 }
 
-/// The memory as the base of the first pair. Of its other base tensors, no element is held.
+/// The memory as the base of the first pair.
 fn base_of<'m>(index: &ValidatedIndex, memories: &'m Memories<'_>) -> Result<SliceCheckpoint<'m>> {
-    let mut slices = Vec::new();
-    for PlacedSlice { name, rectangle, memory, range, pitch } in &memories.slices {
-        let Some(tensor) = index.find(name) else { continue };
+    let slice = |PlacedSlice { name, rectangle, memory, range, pitch }: &PlacedSlice<'m>| {
+        let tensor = index.find(name)?;
         let info = TensorInfo { name: (*name).to_owned(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
-        slices.push(Slice { pitch: *pitch, ..Slice::new(info, rectangle.clone(), &memories.bytes[*memory][range.clone()]) });
-    }
-    let mut others = Vec::new();
-    for tensor in index.tensors() {
-        let Some(shape) = tensor.base_shape() else { continue };
-        let of_base = std::iter::once((tensor.base_name, tensor.base_dtype(), shape)).chain(tensor.scales());
-        others.extend(of_base.map(|(name, dtype, shape)| TensorInfo { name: name.to_owned(), dtype, shape }));
-    }
-    Ok(SliceCheckpoint::new(slices)?.with_tensors(others))
+        Some(Slice { pitch: *pitch, ..Slice::new(info, rectangle.clone(), &memories.bytes[*memory][range.clone()]) })
+    };
+    SliceCheckpoint::new(memories.slices.iter().filter_map(slice))
 }

@@ -44,17 +44,24 @@ pub(super) struct Step<'a, B> {
     runs: Vec<Option<StridedLayout>>,
     /// For each entry, the largest end of the bytes of this and of earlier parts of the tensor.
     ends: Vec<u64>,
-    /// Digests of the base tensors of entries that were found to have another base, by entry.
-    pub wrong_bases: Mutex<HashMap<usize, [u8; DIGEST_SIZE]>>,
+    /// Digests of the base tensors of entries whose base sums differed, by entry. `None` if the base is not held whole.
+    pub wrong_bases: Mutex<HashMap<usize, Option<[u8; DIGEST_SIZE]>>>,
 }
 
 impl<'a, B: Source> Step<'a, B> {
-    /// The step after `before`, whose last step is `previous`; the first step has no previous one.
+    /// The step after `before`, whose last step is `previous`; the first step has no previous one. Tensors that are not wanted are not
+    /// compared with the step before, and have no base lanes.
     ///
     /// # Errors
     /// [`Error::Invalid`] with rule `base.tensor` if the version before lacks a base tensor, or elements of it;
     /// [`Error::WrongBase`] or [`Error::AlreadyApplied`] if the digests in the indexes show that.
-    pub fn new(pair: &'a Pair<B>, number: usize, before: &dyn Checkpoint, previous: Option<&Self>) -> Result<Self> {
+    pub fn new(
+        pair: &'a Pair<B>,
+        number: usize,
+        before: &dyn Checkpoint,
+        previous: Option<&Self>,
+        is_wanted: &dyn Fn(&str) -> bool,
+    ) -> Result<Self> {
         let index = pair.index();
         let mut step = Self {
             pair,
@@ -79,6 +86,10 @@ impl<'a, B: Source> Step<'a, B> {
             }
             let end = step.runs[tensor.place].as_ref().map_or(0, StridedLayout::end);
             step.ends.push(step.ends.last().filter(|_| is_further).map_or(end, |before| end.max(*before)));
+            if !is_wanted(tensor.name) {
+                step.bases.push(BaseLanes::Zeros);
+                continue;
+            }
             let lanes = find_base_lanes(&tensor, before, previous, &mut step.converted)?;
             step.bases.push(lanes);
             let (BaseLanes::Entry(entry), Some(previous)) = (lanes, previous) else { continue };

@@ -80,11 +80,20 @@ impl<'a, B: Source> Chain<'a, B> {
     /// [`Error::AlreadyApplied`] if the version before is the target of the pair; or [`Error::Invalid`] with rule `base.tensor` if a
     /// base tensor is missing, has another dtype or shape, or is incomplete and cut in another way.
     pub fn new(base: &'a dyn Checkpoint, pairs: impl IntoIterator<Item = &'a Pair<B>>) -> Result<Self> {
+        Self::of(base, pairs, |_| true)
+    }
+
+    /// [`Chain::new`] for the tensors that satisfy `is_wanted`, which have the same names in all pairs. Others may not be read.
+    pub(super) fn of(
+        base: &'a dyn Checkpoint,
+        pairs: impl IntoIterator<Item = &'a Pair<B>>,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<Self> {
         let mut chain = Self { base, steps: Vec::new() };
         for pair in pairs {
             let number = chain.steps.len() + 1;
             let wrap = |source| Error::Step { number, pair: pair.label(number), source: Box::new(source) };
-            let step = Step::new(pair, number, &chain, chain.steps.last()).map_err(wrap)?;
+            let step = Step::new(pair, number, &chain, chain.steps.last(), &is_wanted).map_err(wrap)?;
             chain.steps.push(step);
         }
         if let Some(last) = chain.steps.last_mut() {
@@ -247,27 +256,34 @@ impl<'a, B: Source> Chain<'a, B> {
         if invalid.rule != Rule::ChunkBaseSum {
             return self.at_step(step, error);
         }
+        let failed = invalid.at.chunk;
         let of = &self.steps[step];
         let tensor = of.pair.index().tensor(entry);
         let mut known = of.wrong_bases.lock().unwrap_or_else(PoisonError::into_inner);
         let found = match known.get(&entry) {
             Some(found) => *found,
             None => match self.hash_base(step, &tensor) {
-                Ok(found) => *known.entry(entry).or_insert(found),
-                // A base of which only some elements are held cannot be compared.
-                Err(Error::InvalidArgument(_)) => return self.at_step(step, error),
+                Ok(found) => *known.entry(entry).or_insert(Some(found)),
+                // Only some elements of the base are held, so it cannot be compared.
+                Err(Error::InvalidArgument(_)) => *known.entry(entry).or_insert(None),
                 // A base that cannot be read may still be the right one.
                 Err(unread) => return unread,
             },
         };
-        let is_wrong = found != *tensor.base_digest();
-        self.at_step(step, if is_wrong { wrong_base(&tensor, &found, invalid.at.chunk) } else { error })
+        let wrong = found.filter(|found| found != tensor.base_digest());
+        self.at_step(step, wrong.map_or(error, |found| wrong_base(&tensor, &found, failed)))
     }
 
     /// The digest of an entry's base. Runs on one thread: other threads may wait for a chunk that this thread rebuilds.
     fn hash_base(&self, step: usize, tensor: &Tensor<'_>) -> Result<[u8; DIGEST_SIZE]> {
         const PIECE: u64 = 1 << 20;
         let bytes = tensor.base_bytes();
+        if let (0, BaseLanes::Tensor(base)) = (step, self.steps[step].bases[tensor.place])
+            && self.steps[step].runs(tensor.place).is_none()
+            && !self.base.holds(base, 0, bytes as usize)
+        {
+            return Err(Error::InvalidArgument(format!("the base holds only a part of tensor {}", Escaped(tensor.base_name))));
+        }
         let mut hasher = PieceHasher::new(0, bytes);
         let mut buffer = vec![0; bytes.min(PIECE) as usize];
         for offset in (0..bytes).step_by(PIECE as usize) {

@@ -49,11 +49,6 @@ impl<'a> SliceCheckpoint<'a> {
             .map(|Slice { tensor, rectangle, bytes, pitch }| (tensor, rectangle, pitch, bytes.len() as u64, bytes));
         Ok(Self { slices: Views::new(views)? })
     }
-
-    /// Adds tensors of which no element is held, unless they are there.
-    pub(crate) fn with_tensors(self, tensors: impl IntoIterator<Item = TensorInfo>) -> Self {
-        Self { slices: self.slices.with_tensors(tensors) }
-    }
 }
 
 impl Checkpoint for SliceCheckpoint<'_> {

@@ -129,17 +129,6 @@ impl<M> Views<M> {
         Ok(all)
     }
 
-    /// Adds tensors without views, unless they are there.
-    pub fn with_tensors(mut self, tensors: impl IntoIterator<Item = TensorInfo>) -> Self {
-        let held = std::mem::take(&mut self.infos).into_iter().zip(std::mem::take(&mut self.views));
-        let mut all: Vec<_> = held.chain(tensors.into_iter().map(|tensor| (tensor, Vec::new()))).collect();
-        // Stable: a tensor with views comes before the same one without.
-        all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-        all.dedup_by(|a, b| a.0.name == b.0.name);
-        (self.infos, self.views) = all.into_iter().unzip();
-        self
-    }
-
     /// The tensors, in ascending order of name.
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.infos

@@ -315,3 +315,71 @@ fn one_pair_is_an_application_in_place() {
     let of_pair = Apply::new(&pairs[0]).in_place([TensorMut { name: "w", bytes: &mut alone }], InPlace::AllChecked).unwrap();
     assert_eq!((of_chain, chain), (of_pair, alone));
 }
+
+/// A tensor that no pair changes, and the first rows of one that each pair changes, in chunks of 64 rows.
+fn with_norm() -> ([TensorInfo; 2], Vec<[Vec<u8>; 2]>, Vec<InMemory>) {
+    let infos =
+        [("norm", 4), ("w", 256)].map(|(name, rows)| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![rows, 64] });
+    let version = |v: u8| [vec![7; 4 * 64], (0..256 * 64).map(|i| (i % 251) as u8 ^ v).collect()];
+    let versions = vec![version(0), version(1), version(2)];
+    let pairs = versions.windows(2).map(|two| {
+        let options = EncodeOptions::default().chunk_lanes(64 * 64);
+        Encode::new(&checkpoint(&infos, &two[1])).base(&checkpoint(&infos, &two[0])).options(options).to_memory().unwrap().0
+    });
+    let pairs = pairs.collect();
+    (infos, versions, pairs)
+}
+
+#[test]
+fn rows_that_are_not_the_target_are_not_called_applied() {
+    let (_, versions, pairs) = with_norm();
+    let rows = Rectangle::new([0, 0], [64, 64]);
+    let run = |norm: &mut [u8], some: &mut [u8], pairs: &[InMemory]| {
+        let slices = [SliceMut::new("norm", Rectangle::whole(&[4, 64]), norm), SliceMut::new("w", rows.clone(), some)];
+        ApplyChain::new(pairs).in_place_slices(slices)
+    };
+    let mut norm = versions[0][0].clone();
+    // The tensor that no pair changes has the digest of the last target in each version.
+    for content in [versions[1][1][..4096].to_vec(), versions[2][1][..4096].to_vec(), vec![9; 4096]] {
+        let mut some = content.clone();
+        let outcome = run(&mut norm, &mut some, &pairs);
+        assert!(matches!(&outcome, Err(Error::Step { number: 1, .. })), "{outcome:?}");
+        assert!(some == content);
+    }
+    let mut some = versions[0][1][..4096].to_vec();
+    run(&mut norm, &mut some, &pairs).unwrap();
+    assert!(some == versions[2][1][..4096]);
+}
+
+#[test]
+fn a_tensor_that_is_the_target_does_not_speak_for_rows_of_another() {
+    let infos =
+        [("a", 4), ("w", 256)].map(|(name, rows)| TensorInfo { name: name.into(), dtype: Dtype::U8, shape: vec![rows, 64] });
+    let version = |v: u8| infos.clone().map(|info| (0..info.bytes()).map(|i| (i % 251) as u8 ^ v).collect::<Vec<_>>());
+    let (old, new) = (version(0), version(1));
+    let options = EncodeOptions::default().chunk_lanes(64 * 64);
+    let (pair, _) = Encode::new(&checkpoint(&infos, &new)).base(&checkpoint(&infos, &old)).options(options).to_memory().unwrap();
+    let run = |a: &mut [u8], some: &mut [u8]| {
+        let slices =
+            [SliceMut::new("a", Rectangle::whole(&[4, 64]), a), SliceMut::new("w", Rectangle::new([0, 0], [64, 64]), some)];
+        Apply::new(&pair).in_place_slices(slices, InPlace::AllChecked)
+    };
+    let outcome = run(&mut new[0].clone(), &mut new[1][..4096].to_vec());
+    assert!(matches!(outcome, Err(Error::AlreadyApplied { .. })), "{outcome:?}");
+    let outcome = run(&mut new[0].clone(), &mut vec![9; 4096]);
+    assert!(matches!(outcome, Err(Error::WrongBase { .. })), "{outcome:?}");
+}
+
+#[test]
+fn tensors_that_are_not_given_need_not_follow_each_other() {
+    let (infos, versions, pairs) = with_norm();
+    // The first pair has only one of the tensors.
+    let first = tpde::Merge::new([&pairs[0]]).tensors(|name| name == "w").to_memory().unwrap().0;
+    let mut memory = versions[0][1].clone();
+    let chain = [first, Pair::new(reparsed(&pairs[1]), pairs[1].blob().clone()).unwrap()];
+    ApplyChain::new(&chain).in_place([TensorMut { name: "w", bytes: &mut memory }]).unwrap();
+    assert!(memory == versions[2][1]);
+    let mut norm = versions[0][0].clone();
+    let outcome = ApplyChain::new(&chain).in_place([TensorMut { name: &infos[0].name, bytes: &mut norm }]);
+    assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{outcome:?}");
+}
