@@ -68,33 +68,28 @@ impl Default for EncodeOptions {
     }
 }
 
+/// Defines methods that set fields of these names.
+macro_rules! setters {
+    ($($field:ident: $value:ty,)+) => {$(
+        #[doc = concat!("Sets [`", stringify!($field), "`](Self#structfield.", stringify!($field), ").")]
+        #[must_use]
+        pub fn $field(mut self, $field: $value) -> Self {
+            self.$field = $field.into();
+            self
+        }
+    )+};
+}
+
 impl EncodeOptions {
-    /// Sets [`codec`](Self#structfield.codec).
-    #[must_use]
-    pub fn codec(mut self, codec: impl Into<CodecChoice>) -> Self {
-        self.codec = codec.into();
-        self
-    }
-
-    /// Sets [`layout`](Self#structfield.layout).
-    #[must_use]
-    pub fn layout(mut self, layout: impl Into<Option<Layout>>) -> Self {
-        self.layout = layout.into();
-        self
-    }
-
-    /// Sets [`chunk_lanes`](Self#structfield.chunk_lanes).
-    #[must_use]
-    pub fn chunk_lanes(mut self, lanes: u64) -> Self {
-        self.chunk_lanes = lanes;
-        self
-    }
-
-    /// Sets [`favor`](Self#structfield.favor).
-    #[must_use]
-    pub fn favor(mut self, favor: Favor) -> Self {
-        self.favor = favor;
-        self
+    setters! {
+        codec: impl Into<CodecChoice>,
+        layout: impl Into<Option<Layout>>,
+        chunk_lanes: u64,
+        favor: Favor,
+        derived: bool,
+        format: FormatVersion,
+        payload_digests: bool,
+        split: Split,
     }
 
     /// Adds pairs of target name and base name to [`renamed`](Self#structfield.renamed).
@@ -104,38 +99,10 @@ impl EncodeOptions {
         self
     }
 
-    /// Sets [`derived`](Self#structfield.derived).
-    #[must_use]
-    pub fn derived(mut self, on: bool) -> Self {
-        self.derived = on;
-        self
-    }
-
-    /// Sets [`format`](Self#structfield.format).
-    #[must_use]
-    pub fn format(mut self, format: FormatVersion) -> Self {
-        self.format = format;
-        self
-    }
-
-    /// Sets [`payload_digests`](Self#structfield.payload_digests).
-    #[must_use]
-    pub fn payload_digests(mut self, on: bool) -> Self {
-        self.payload_digests = on;
-        self
-    }
-
     /// Adds tensors and their rectangles to [`cuts`](Self#structfield.cuts).
     #[must_use]
     pub fn cuts(mut self, cuts: impl IntoIterator<Item = (impl Into<String>, Vec<Rectangle>)>) -> Self {
         self.cuts.extend(cuts.into_iter().map(|(name, rectangles)| (name.into(), rectangles)));
-        self
-    }
-
-    /// Sets [`split`](Self#structfield.split).
-    #[must_use]
-    pub fn split(mut self, split: Split) -> Self {
-        self.split = split;
         self
     }
 
