@@ -6,54 +6,31 @@ use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::rectangle::{Rectangle, part_fault};
 
 /// Names of tensors that tensor parallelism cuts by rows, and those that it cuts by columns. Names are those of Hugging Face.
+/// Spaces separate names.
 struct Preset {
-    names: &'static [&'static str],
-    rows: &'static [&'static str],
-    columns: &'static [&'static str],
+    names: &'static str,
+    rows: &'static str,
+    columns: &'static str,
 }
 
 const PRESETS: &[Preset] = &[
     Preset {
-        names: &["llama", "qwen", "mistral", "gemma"],
-        rows: &[
-            "*.q_proj.weight",
-            "*.k_proj.weight",
-            "*.v_proj.weight",
-            "*.q_proj.bias",
-            "*.k_proj.bias",
-            "*.v_proj.bias",
-            "*.gate_proj.weight",
-            "*.up_proj.weight",
-            "*embed_tokens.weight",
-            "lm_head.weight",
-        ],
-        columns: &["*.o_proj.weight", "*.down_proj.weight"],
+        names: "llama qwen mistral gemma",
+        rows: "*.q_proj.weight *.k_proj.weight *.v_proj.weight *.q_proj.bias *.k_proj.bias *.v_proj.bias *.gate_proj.weight \
+               *.up_proj.weight *embed_tokens.weight lm_head.weight",
+        columns: "*.o_proj.weight *.down_proj.weight",
     },
     Preset {
-        names: &["mixtral"],
-        rows: &[
-            "*.q_proj.weight",
-            "*.k_proj.weight",
-            "*.v_proj.weight",
-            "*.experts.*.w1.weight",
-            "*.experts.*.w3.weight",
-            "*embed_tokens.weight",
-            "lm_head.weight",
-        ],
-        columns: &["*.o_proj.weight", "*.experts.*.w2.weight"],
+        names: "mixtral",
+        rows: "*.q_proj.weight *.k_proj.weight *.v_proj.weight *.experts.*.w1.weight *.experts.*.w3.weight *embed_tokens.weight \
+               lm_head.weight",
+        columns: "*.o_proj.weight *.experts.*.w2.weight",
     },
     Preset {
-        names: &["deepseek"],
-        rows: &[
-            "*.q_proj.weight",
-            "*.q_b_proj.weight",
-            "*.kv_b_proj.weight",
-            "*.gate_proj.weight",
-            "*.up_proj.weight",
-            "*embed_tokens.weight",
-            "lm_head.weight",
-        ],
-        columns: &["*.o_proj.weight", "*.down_proj.weight"],
+        names: "deepseek",
+        rows: "*.q_proj.weight *.q_b_proj.weight *.kv_b_proj.weight *.gate_proj.weight *.up_proj.weight *embed_tokens.weight \
+               lm_head.weight",
+        columns: "*.o_proj.weight *.down_proj.weight",
     },
 ];
 
@@ -131,7 +108,7 @@ impl FromStr for Split {
         let mut rules = Vec::new();
         for rule in text.split(',').filter(|rule| !rule.is_empty()) {
             let wrong = || {
-                let presets = PRESETS.iter().flat_map(|preset| preset.names).copied().collect::<Vec<_>>().join(", ");
+                let presets = PRESETS.iter().flat_map(|preset| preset.names.split(' ')).collect::<Vec<_>>().join(", ");
                 let expected = format!("PATTERN=DIM:N, or PRESET:N with a preset of {presets}");
                 Error::InvalidArgument(format!("the rule {} splits nothing: expected {expected}", Escaped(rule)))
             };
@@ -142,10 +119,10 @@ impl FromStr for Split {
                 rules.push(Rule { pattern: pattern.to_owned(), dim, parts, is_exact: true });
                 continue;
             }
-            let preset = PRESETS.iter().find(|preset| preset.names.contains(&what)).ok_or_else(wrong)?;
+            let preset = PRESETS.iter().find(|preset| preset.names.split(' ').any(|name| name == what)).ok_or_else(wrong)?;
             for (dim, patterns) in [preset.rows, preset.columns].into_iter().enumerate() {
-                let rule = |pattern: &&str| Rule { pattern: (*pattern).to_owned(), dim, parts, is_exact: false };
-                rules.extend(patterns.iter().map(rule));
+                let rule = |pattern: &str| Rule { pattern: pattern.to_owned(), dim, parts, is_exact: false };
+                rules.extend(patterns.split(' ').map(rule));
             }
         }
         Ok(Self(rules))
