@@ -185,9 +185,7 @@ impl FileSource {
     pub fn read_all(&self, what: &'static str, limit: u64) -> Result<Buffer> {
         use std::os::unix::fs::FileExt;
         let size = self.size();
-        if size > limit {
-            return Err(Error::Limit { what, limit, found: size });
-        }
+        Error::check_limit(what, limit, size)?;
         let error = |e| Error::io("read", &self.path, e);
         let mut buffer = ZeroedMemory::new(size as usize).map_err(error)?;
         self.read(0, buffer.as_mut())?;

@@ -259,7 +259,8 @@ impl fmt::Display for PartNotHeld {
 impl core::error::Error for PartNotHeld {}
 
 /// A violated rule of the spec.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{at}{rule}: expected {}, found {} (spec section {})", Text(expected), Text(found), rule.section())]
 #[non_exhaustive]
 pub struct Invalid {
     /// The rule.
@@ -271,22 +272,6 @@ pub struct Invalid {
     /// The value or property of the bytes.
     pub found: String,
 }
-
-impl fmt::Display for Invalid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{}{}: expected {}, found {} (spec section {})",
-            self.at,
-            self.rule,
-            Text(&self.expected),
-            Text(&self.found),
-            self.rule.section()
-        )
-    }
-}
-
-impl core::error::Error for Invalid {}
 
 /// Location of an error. Absent parts are not printed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -493,35 +478,36 @@ impl Error {
     }
 
     /// Adds the pair, one of the inputs of a merge, to the location of an [`Error::Invalid`]. Other errors are unchanged.
-    pub fn in_pair(mut self, pair: &str) -> Self {
-        if let Error::Invalid(invalid) = &mut self {
-            invalid.at.pair.get_or_insert_with(|| pair.to_owned());
-        }
-        self
+    pub fn in_pair(self, pair: &str) -> Self {
+        self.located(|at| _ = at.pair.get_or_insert_with(|| pair.to_owned()))
     }
 
     /// Adds the tensor's name to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
-    pub fn in_tensor(mut self, name: &str) -> Self {
-        if let Error::Invalid(invalid) = &mut self {
-            invalid.at.tensor.get_or_insert_with(|| name.to_owned());
-        }
-        self
+    pub fn in_tensor(self, name: &str) -> Self {
+        self.located(|at| _ = at.tensor.get_or_insert_with(|| name.to_owned()))
     }
 
     /// Adds the index of a tensor's entry to the location of an [`Error::Invalid`]. Other errors are unchanged.
-    pub fn in_entry(mut self, entry: usize) -> Self {
+    pub fn in_entry(self, entry: usize) -> Self {
+        self.located(|at| at.entry = Some(entry))
+    }
+
+    /// Adds the chunk to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
+    pub fn in_chunk(self, chunk: u32) -> Self {
+        self.located(|at| _ = at.chunk.get_or_insert(chunk))
+    }
+
+    fn located(mut self, change: impl FnOnce(&mut Location)) -> Self {
         if let Error::Invalid(invalid) = &mut self {
-            invalid.at.entry = Some(entry);
+            change(&mut invalid.at);
         }
         self
     }
 
-    /// Adds the chunk to the location of an [`Error::Invalid`], unless it has one. Other errors are unchanged.
-    pub fn in_chunk(mut self, chunk: u32) -> Self {
-        if let Error::Invalid(invalid) = &mut self {
-            invalid.at.chunk.get_or_insert(chunk);
-        }
-        self
+    /// Returns [`Error::Limit`] if `found` is above `limit`.
+    #[doc(hidden)]
+    pub fn check_limit(what: &'static str, limit: u64, found: u64) -> Result<()> {
+        if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) }
     }
 }
 

@@ -33,15 +33,10 @@ impl Limits {
         self.section_size = bytes;
         self
     }
-}
 
-impl Limits {
     /// Returns [`Error::Limit`] for an index of more than [`index_size`](Self#structfield.index_size) bytes.
     pub fn check_index_size(&self, found: u64) -> Result<()> {
-        if found > self.index_size {
-            return Err(Error::Limit { what: "size of the index", limit: self.index_size, found });
-        }
-        Ok(())
+        Error::check_limit("size of the index", self.index_size, found)
     }
 }
 

@@ -110,22 +110,21 @@ pub(crate) fn check_holdable(
     files: &[FileSpec],
 ) -> Result<()> {
     let max_section = Limits::default().section_size;
-    let bounded = |what, limit, found| if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) };
     let mut chunks = 0u64;
     for plan in plans {
         let info = &target.tensors()[plan.target as usize];
         index::check_holdable(&info.name, plan.base_name(base, target), info.shape.len())?;
         chunks = chunks.saturating_add(plan.lanes.div_ceil(1 << plan.chunk_lanes_log2));
     }
-    bounded("number of tensors", MAX_TENSORS.into(), plans.len() as u64)?;
-    bounded("number of chunks", MAX_CHUNKS.into(), chunks)?;
-    bounded("size of the tensor table", max_section, tensor_table_bytes(base, target, plans))?;
+    Error::check_limit("number of tensors", MAX_TENSORS.into(), plans.len() as u64)?;
+    Error::check_limit("number of chunks", MAX_CHUNKS.into(), chunks)?;
+    Error::check_limit("size of the tensor table", max_section, tensor_table_bytes(base, target, plans))?;
     let mut names = FileNames::default();
     for file in files {
         names.add(file.name.as_bytes(), file.kind, files.len())?;
     }
-    bounded("number of files", MAX_FILES.into(), files.len() as u64)?;
-    bounded("size of the file table", max_section, file_table_bytes(files))
+    Error::check_limit("number of files", MAX_FILES.into(), files.len() as u64)?;
+    Error::check_limit("size of the file table", max_section, file_table_bytes(files))
 }
 
 /// Size of the tensor table in bytes, before compression.

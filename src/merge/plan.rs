@@ -43,11 +43,11 @@ impl Plan {
         let entries = entries(inputs)?;
         check_bases(inputs, &entries)?;
         let chunks = entries.iter().map(|entry| u64::from(tensor(inputs, *entry).chunk_count)).sum();
-        bounded("number of tensors", MAX_TENSORS.into(), entries.len() as u64)?;
-        bounded("number of chunks", MAX_CHUNKS.into(), chunks)?;
+        Error::check_limit("number of tensors", MAX_TENSORS.into(), entries.len() as u64)?;
+        Error::check_limit("number of chunks", MAX_CHUNKS.into(), chunks)?;
         let sets: Vec<_> = inputs.iter().map(used_sets).collect();
         let set_count = sets.iter().flatten().flatten().collect::<HashSet<_>>().len();
-        bounded("number of table sets", MAX_TABLE_SETS as u64, set_count as u64)?;
+        Error::check_limit("number of table sets", MAX_TABLE_SETS as u64, set_count as u64)?;
         Ok(Self { entries, files, sets, set_count })
     }
 
@@ -75,10 +75,6 @@ impl Plan {
 /// Returns the tensor of an entry.
 pub(super) fn tensor<'a, B: Source>(inputs: &[Input<'a, B>], entry: Entry) -> Tensor<'a> {
     inputs[entry.input as usize].index().tensor(entry.tensor as usize)
-}
-
-fn bounded(what: &'static str, limit: u64, found: u64) -> Result<()> {
-    if found > limit { Err(Error::Limit { what, limit, found }) } else { Ok(()) }
 }
 
 /// Returns the kept entries of all inputs, in ascending order of name and origin. No two may have the same element of a tensor.

@@ -43,10 +43,8 @@ pub(super) fn parse(bytes: &[u8], found: u64, limits: &Limits) -> Result<IndexHe
     Rule::HeaderIndexSize.check_eq(header.index_size, found)?;
     check_sections(&header)?;
     for entry in [Section::Tensors, Section::Files, Section::Tables].map(|section| header.section(section)) {
-        let (limit, found) = (limits.section_size.min(SECTION_SIZE_MAX), entry.expanded_size);
-        if found > limit {
-            return Err(Error::Limit { what: "expanded size of a section", limit, found });
-        }
+        let limit = limits.section_size.min(SECTION_SIZE_MAX);
+        Error::check_limit("expanded size of a section", limit, entry.expanded_size)?;
     }
     Ok(header)
 }
