@@ -241,18 +241,13 @@ impl<W: Write> PairBuilder<W> {
     /// `base` is the BLAKE3 hash of the base tensor, if any. `target` is the BLAKE3 hash of the target tensor.
     pub fn end_tensor(&mut self, base: Option<Hash>, target: Hash) {
         let base_digest = base.as_ref().map_or([0; DIGEST_SIZE], digest::short);
-        let target_digest = digest::short(&target);
-        self.sections.digests.push(TensorDigests { base_digest, target_digest });
-        match self.sections.form.version {
-            FormatVersion::V1_1 => {
-                self.sections.base_root.add_hash(base.as_ref());
-                self.sections.target_root.add_hash(Some(&target));
-            }
-            FormatVersion::V1_2 | FormatVersion::V1_3 => {
-                self.sections.base_root.add(&base_digest);
-                self.sections.target_root.add(&target_digest);
-            }
+        let digests = TensorDigests { base_digest, target_digest: digest::short(&target) };
+        if self.sections.form.version >= FormatVersion::V1_2 {
+            return self.sections.add_digests(&digests);
         }
+        self.sections.digests.push(digests);
+        self.sections.base_root.add_hash(base.as_ref());
+        self.sections.target_root.add_hash(Some(&target));
     }
 
     /// [`PairBuilder::end_tensor`] for digests that come from another pair.
@@ -263,9 +258,7 @@ impl<W: Write> PairBuilder<W> {
         if self.sections.form.version == FormatVersion::V1_1 {
             return Err(Error::InvalidArgument("roots of format 1.1 cannot be formed from digests: they need format 1.2".into()));
         }
-        self.sections.digests.push(*digests);
-        self.sections.base_root.add(&digests.base_digest);
-        self.sections.target_root.add(&digests.target_digest);
+        self.sections.add_digests(digests);
         Ok(())
     }
 

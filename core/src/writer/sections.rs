@@ -11,6 +11,7 @@ use binrw::io::Cursor;
 use zerocopy::IntoBytes;
 
 /// What the index will hold, section by section.
+#[derive(Default)]
 pub(super) struct Sections {
     pub records: Vec<ChunkMetadata>,
     pub sums: Vec<ChunkSums>,
@@ -31,20 +32,14 @@ pub(super) struct Sections {
 
 impl Sections {
     pub fn new(form: Form) -> Self {
-        Self {
-            records: Vec::new(),
-            sums: Vec::new(),
-            entries: Vec::new(),
-            dims: Vec::new(),
-            names: Vec::new(),
-            tables: Vec::new(),
-            digests: Vec::new(),
-            base_root: digest::Root::default(),
-            target_root: digest::Root::default(),
-            payloads: Vec::new(),
-            files: Vec::new(),
-            form,
-        }
+        Self { form, ..Self::default() }
+    }
+
+    /// Adds the digests of the next tensor, also to the roots, from format 1.2 on.
+    pub fn add_digests(&mut self, digests: &TensorDigests) {
+        self.digests.push(*digests);
+        self.base_root.add(&digests.base_digest);
+        self.target_root.add(&digests.target_digest);
     }
 
     pub fn has_parts(&self) -> bool {
@@ -60,32 +55,19 @@ impl Sections {
     pub fn version_minor(&self) -> u16 {
         let is_conditioned = |entry: &TensorEntry| entry.codec == Codec::Conditioned.code();
         match self.form.version {
-            FormatVersion::V1_2 | FormatVersion::V1_3 => {
-                if self.has_derived() {
-                    3
-                } else {
-                    2
-                }
-            }
+            FormatVersion::V1_2 | FormatVersion::V1_3 => 2 + u16::from(self.has_derived()),
             FormatVersion::V1_1 => u16::from(self.entries.iter().any(is_conditioned)),
         }
     }
 
     fn required_features(&self) -> u64 {
-        let mut features = 0;
-        if self.form.version >= FormatVersion::V1_2 {
-            features |= FEATURE_DIGESTS;
-        }
-        if self.form.payload_digests {
-            features |= FEATURE_PAYLOAD_LIST;
-        }
-        if self.has_parts() {
-            features |= FEATURE_PARTS;
-        }
-        if self.has_derived() {
-            features |= FEATURE_DERIVED;
-        }
-        features
+        let features = [
+            (self.form.version >= FormatVersion::V1_2, FEATURE_DIGESTS),
+            (self.form.payload_digests, FEATURE_PAYLOAD_LIST),
+            (self.has_parts(), FEATURE_PARTS),
+            (self.has_derived(), FEATURE_DERIVED),
+        ];
+        features.into_iter().filter(|(has, _)| *has).map(|(_, bit)| bit).sum()
     }
 
     /// The bytes of the index file, for a blob of this size.
@@ -164,8 +146,8 @@ impl Sections {
 }
 
 pub(super) fn count(value: usize, limit: u32, what: &'static str) -> Result<u32> {
-    let too_many = || Error::Limit { what, limit: limit.into(), found: value as u64 };
-    u32::try_from(value).ok().filter(|&n| n <= limit).ok_or_else(too_many)
+    Error::check_limit(what, limit.into(), value as u64)?;
+    Ok(value as u32)
 }
 
 fn pad(bytes: &mut Vec<u8>) {
