@@ -6,7 +6,8 @@
 
 use arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;
-use tpde_core::codec::fuzzing::{check_lookup, parse_tables, tables_to_bytes};
+use tpde_core::codec::TableSet;
+use tpde_core::codec::fuzzing::check_lookup;
 use tpde_fuzz::tables;
 
 fuzz_target!(|data: &[u8]| {
@@ -15,16 +16,16 @@ fuzz_target!(|data: &[u8]| {
         return check(bytes);
     }
     let Ok(set) = tables(&mut Unstructured::new(bytes)) else { return };
-    assert!(parse_tables(&set).is_ok());
+    assert!(TableSet::parse(&set).is_ok());
     check(&set);
 });
 
 fn check(bytes: &[u8]) {
     let expected = classes(bytes);
-    match parse_tables(bytes) {
+    match TableSet::parse(bytes) {
         Ok(set) => {
             assert!(expected.is_some_and(|expected| set.classes().eq(expected)));
-            assert_eq!(tables_to_bytes(&set), bytes);
+            assert_eq!(set.to_bytes(), bytes);
             // About a hundred times as expensive as all other checks, so only one input in 1024 is checked.
             if crc32fast::hash(bytes).is_multiple_of(1024) {
                 check_lookup(&set);

@@ -17,8 +17,8 @@ use arbitrary::Unstructured;
 use std::cell::RefCell;
 use std::sync::{LazyLock, OnceLock};
 use tpde::{Codec, Dtype, Limits, Result, Rule, TensorInfo, ValidatedIndex};
+use tpde_core::codec::fuzzing::Decoders;
 use tpde_core::codec::fuzzing::model::{self, Shape};
-use tpde_core::codec::fuzzing::{self, Decoders};
 use tpde_core::codec::{ChunkDecoder, Encoded, EncodedChunk, TableSet};
 use tpde_core::sums::chunk_sum;
 
@@ -202,7 +202,7 @@ impl Conditioned {
     pub fn new(chunk: &Chunk<'_>) -> arbitrary::Result<Self> {
         let mut u = Unstructured::new(chunk.rest);
         let tables = if u.arbitrary::<u8>()? % 8 == 0 { None } else { Some(tables(&mut u)?) };
-        let tables = tables.map(|set| fuzzing::parse_tables(&set).expect("a repaired set"));
+        let tables = tables.map(|set| TableSet::parse(&set).expect("a repaired set"));
         let mut conditioned =
             Self { dtype: chunk.dtype, base: chunk.base, tables, num_deltas: chunk.num_deltas, payload: Vec::new() };
         if chunk.wrapped {

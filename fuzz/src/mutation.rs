@@ -289,7 +289,7 @@ impl Mutation {
             Mutation::TableSet(place, bytes) => {
                 let tensor = pick(&mut parts.tensors, place.0)?;
                 let set = tables(&mut Unstructured::new(bytes)).ok()?;
-                tensor.set = tpde_core::codec::fuzzing::parse_tables(&set).ok();
+                tensor.set = tpde_core::codec::TableSet::parse(&set).ok();
                 tensor.tables = [&[0, 0], &set[..]].concat();
             }
             Mutation::Record(place, field, number) => {

@@ -1,30 +1,12 @@
 //! Access to private parts for fuzz targets, only under `cfg(fuzzing)`.
 
-use super::{EncodedChunk, TableSet, conditioned};
+use super::{EncodedChunk, conditioned};
 use crate::codec::simd::Platform;
 use crate::error::Result;
 use crate::lane::with_lane;
 use crate::prelude::*;
 
-pub use super::conditioned::model;
-
-/// Reads a table set.
-///
-/// # Errors
-/// [`Error::Invalid`](crate::Error::Invalid) if it is invalid.
-pub fn parse_tables(bytes: &[u8]) -> Result<TableSet> {
-    TableSet::parse(bytes)
-}
-
-/// Returns the bytes of a table set.
-pub fn tables_to_bytes(set: &TableSet) -> Vec<u8> {
-    set.to_bytes()
-}
-
-/// Asserts that a table set and its look-up table agree.
-pub fn check_lookup(set: &TableSet) {
-    conditioned::check_lookup(set);
-}
+pub use super::conditioned::{check_lookup, model};
 
 /// Decoders of codec `conditioned`, one per platform that the processor supports, reused for every chunk.
 pub struct Decoders(Vec<conditioned::Decoder>);

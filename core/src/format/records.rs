@@ -43,33 +43,16 @@ pub struct TensorDigests {
     pub target_digest: [u8; 16],
 }
 
+/// Implements `Arbitrary` for records, from their bytes.
 #[cfg(feature = "arbitrary")]
-mod arbitrary_impls {
-    use super::{ChunkMetadata, ChunkSums, TensorDigests};
-    use arbitrary::{Arbitrary, Result, Unstructured};
-
-    impl<'a> Arbitrary<'a> for ChunkMetadata {
-        fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
-            Ok(Self {
-                blob_offset: u.arbitrary::<u64>()?.into(),
-                compressed_size: u.arbitrary::<u32>()?.into(),
-                uncompressed_size: u.arbitrary::<u32>()?.into(),
-                num_deltas: u.arbitrary::<u32>()?.into(),
-                crc32: u.arbitrary::<u32>()?.into(),
-                output_offset: u.arbitrary::<u64>()?.into(),
-            })
+macro_rules! arbitrary_records {
+    ($($name:ident),+) => {$(
+        impl<'a> arbitrary::Arbitrary<'a> for $name {
+            fn arbitrary(u: &mut arbitrary::Unstructured<'a>) -> arbitrary::Result<Self> {
+                Ok(zerocopy::transmute!(u.arbitrary::<[u8; size_of::<$name>()]>()?))
+            }
         }
-    }
-
-    impl<'a> Arbitrary<'a> for ChunkSums {
-        fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
-            Ok(Self { base_sum: u.arbitrary::<u64>()?.into(), target_sum: u.arbitrary::<u64>()?.into() })
-        }
-    }
-
-    impl<'a> Arbitrary<'a> for TensorDigests {
-        fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
-            Ok(Self { base_digest: u.arbitrary()?, target_digest: u.arbitrary()? })
-        }
-    }
+    )+};
 }
+#[cfg(feature = "arbitrary")]
+arbitrary_records!(ChunkMetadata, ChunkSums, TensorDigests);
