@@ -10,7 +10,7 @@ use crate::checkpoint::Checkpoint;
 use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::ops::RangeInclusive;
-use tpde_core::codec::conditioned::uncoded_size;
+use tpde_core::codec::conditioned::uncoded_bytes;
 use tpde_core::codec::count;
 use tpde_core::codec::zstd::is_repeats;
 use tpde_core::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
@@ -278,9 +278,12 @@ impl CandidateState {
 /// Payload size in bytes, for candidates whose size can be computed without encoding: codec `raw`, and codec `conditioned` without
 /// tables.
 fn size_without_tables(plan: &Plan, candidate: Candidate, difference: Difference<'_>) -> Option<u64> {
+    let (changed, width) = (difference.changed, plan.dtype.lane_bytes());
     match candidate.codec {
-        Codec::Raw => Some(raw_size(difference.changed as u32, plan.dtype.lane_bytes())),
-        Codec::Conditioned if plan.tables_of(candidate).is_none() => Some(uncoded_size(difference) as u64),
+        Codec::Raw => Some(raw_size(changed as u32, width)),
+        Codec::Conditioned if plan.tables_of(candidate).is_none() => {
+            Some(uncoded_bytes(changed, width, difference.base.len()) as u64)
+        }
         Codec::Conditioned | Codec::Zstd => None,
     }
 }

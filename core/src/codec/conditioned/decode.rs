@@ -41,6 +41,7 @@ pub struct ConditionedChunk<'a> {
 }
 
 /// Buffers and look-up table of a thread that decodes chunks, reused for every chunk.
+#[derive(Default)]
 pub struct Decoder {
     platform: Platform,
     lookup: Lookup,
@@ -76,17 +77,10 @@ struct Values {
     changed: Vec<u16>,
 }
 
-impl Default for Decoder {
-    fn default() -> Self {
-        Self::with_platform(Platform::best())
-    }
-}
-
 impl Decoder {
     /// Creates a decoder for this platform.
     pub fn with_platform(platform: Platform) -> Self {
-        let (lookup, activities, batches, copied) = Default::default();
-        Self { platform, lookup, activities, batches, copied }
+        Self { platform, ..Self::default() }
     }
 
     /// See [`crate::codec::ChunkDecoder::decode`].

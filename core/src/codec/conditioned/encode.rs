@@ -30,6 +30,7 @@ const MIN_STATE_BYTES_OF_FEW_STREAMS: u64 = 32;
 const MIN_STEPS_OF_FEW_STREAMS: usize = 128;
 
 /// Model and buffers of a thread that encodes chunks, reused for every chunk.
+#[derive(Default)]
 pub struct Encoder {
     platform: Platform,
     model: Option<Model>,
@@ -40,20 +41,6 @@ pub struct Encoder {
     values: Vec<u8>,
     words: Vec<u16>,
     streams: Vec<u8>,
-}
-
-impl Default for Encoder {
-    fn default() -> Self {
-        Self {
-            platform: Platform::best(),
-            model: None,
-            all: Vec::new(),
-            coded: CodedLanes::default(),
-            values: Vec::new(),
-            words: Vec::new(),
-            streams: Vec::new(),
-        }
-    }
 }
 
 /// Weight of decoding time against payload size.
@@ -93,9 +80,9 @@ impl Encoder {
         }
         let start = payload.len();
         let coded = tables.is_some_and(|tables| self.encode_coded::<L>(difference, tables, low_bits, decode_cost, payload));
-        if !coded || payload.len() - start > uncoded_size(difference) {
+        if !coded || payload.len() - start > uncoded_bytes(changed, L::BYTES, base.len()) {
             payload.truncate(start);
-            if listed_size(difference) < base.len() {
+            if listed_bytes(changed, L::BYTES) < base.len() {
                 put_listed::<L>(difference, payload);
             } else {
                 put_plain::<L>(dtype, base, target, payload);
@@ -259,23 +246,13 @@ pub fn estimated_size(
     })
 }
 
-/// Returns the size in bytes of a payload that lists all changes of a chunk as exceptions.
-fn listed_size(difference: Difference<'_>) -> usize {
-    listed_bytes(difference.changed, difference.dtype.lane_bytes())
-}
-
 /// Returns the size in bytes of `changed` exceptions, for lanes of `width` bytes.
 pub fn listed_bytes(changed: usize, width: usize) -> usize {
     changed * exception_bytes(width)
 }
 
 /// Returns the size in bytes of a payload without coded lanes: header, map, deltas or exceptions, padding to an even size, and
-/// one state.
-pub fn uncoded_size(difference: Difference<'_>) -> usize {
-    uncoded_bytes(difference.changed, difference.dtype.lane_bytes(), difference.base.len())
-}
-
-/// [`uncoded_size`] of a chunk of `size` bytes in which `changed` lanes of `width` bytes change.
+/// one state. The chunk has `size` bytes, and `changed` of its lanes of `width` bytes change.
 pub fn uncoded_bytes(changed: usize, width: usize, size: usize) -> usize {
     let stored = listed_bytes(changed, width).min(size);
     (size_of::<ConditionedHeader>() + 1 + stored).next_multiple_of(2) + size_of_val(&RANS_LOWER_BOUND)
@@ -296,7 +273,7 @@ fn put_listed<L: Lane>(difference: Difference<'_>, payload: &mut Vec<u8>) {
     let changes = difference.changes::<L>();
     payload.extend(changes.positions.iter().flat_map(|position| position.to_le_bytes()));
     changes.deltas.iter().for_each(|delta| payload.extend(delta.store().as_bytes()));
-    end_uncoded(listed_size(difference), payload);
+    end_uncoded(listed_bytes(difference.changed, L::BYTES), payload);
 }
 
 /// Appends a payload that stores all deltas uncoded.

@@ -13,7 +13,6 @@ mod cost;
 mod decode;
 mod encode;
 #[cfg(any(test, fuzzing))]
-#[doc(hidden)]
 pub mod model;
 mod parts;
 mod payload;
@@ -24,32 +23,15 @@ mod train;
 mod values;
 mod window;
 
-#[doc(hidden)]
 pub use choice::ModelTables;
-#[doc(hidden)]
 pub use cost::BIT;
-#[doc(hidden)]
 pub use decode::{ConditionedChunk, Decoder};
-pub use encode::DecodeCost;
-#[doc(hidden)]
-pub use encode::Encoder;
-#[doc(hidden)]
-pub use encode::uncoded_size;
-#[doc(hidden)]
-pub use encode::{estimated_size, listed_bytes, shape, size_of_cost, uncoded_bytes};
-#[doc(hidden)]
+pub use encode::{DecodeCost, Encoder, estimated_size, listed_bytes, shape, size_of_cost, uncoded_bytes};
 pub use parts::parts;
-#[doc(hidden)]
 pub use stats::sample_offset;
-pub use tables::TableSet;
 #[cfg(fuzzing)]
-#[doc(hidden)]
 pub use tables::check_lookup;
-#[doc(hidden)]
-pub use tables::token_of;
-#[doc(hidden)]
-pub use tables::tokens_within;
-#[doc(hidden)]
+pub use tables::{TableSet, token_of, tokens_within};
 pub use train::{Sample, Trainer};
 
 #[cfg(test)]

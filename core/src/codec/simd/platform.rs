@@ -57,6 +57,12 @@ impl Drop for StreamFence {
     }
 }
 
+impl Default for Platform {
+    fn default() -> Self {
+        Self::best()
+    }
+}
+
 impl Platform {
     /// Portable code.
     pub const SCALAR: Self = Self(Isa::Scalar);
