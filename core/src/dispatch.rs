@@ -3,7 +3,7 @@
 /// Runs `f`, compiled for the widest vector instructions that the processor supports and this module lists. `f` and the functions
 /// it calls must be `#[inline(always)]` to benefit. The result does not depend on the processor.
 #[inline]
-pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
+pub fn run_vectorized<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     let f = match v4(f).or_else(v3) {
         Ok(result) => return result,
@@ -11,6 +11,17 @@ pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     };
     f()
 }
+
+/// [`run_vectorized`] of an expression. Mutation tests do not look into macros, so arithmetic is in functions.
+macro_rules! vectorized {
+    ($body:expr) => {
+        $crate::dispatch::run_vectorized(
+            #[inline(always)]
+            || $body,
+        )
+    };
+}
+pub(crate) use vectorized;
 
 /// Whether the processor has a feature. Without feature `std`: whether the target of the build has it.
 #[cfg(target_arch = "x86_64")]

@@ -1,7 +1,7 @@
 //! Arithmetic on lanes of floats, in integers (spec section 8.6).
 //!
 //! Base lanes that have another dtype than the target are formed by these functions. Functions of a single lane are inlined, so
-//! that [`vectorized`] compiles loops over them for the processor.
+//! that `vectorized` compiles loops over them for the processor.
 
 #![forbid(unsafe_code)]
 
@@ -182,18 +182,18 @@ const fn low(lane: u32) -> [u8; 2] {
 /// convert between them. `out` has as many lanes as `lanes`.
 pub fn cast_lanes(from: Dtype, to: Dtype, lanes: &[u8], out: &mut [u8]) -> bool {
     match (from, to) {
-        (Dtype::F32, Dtype::Bf16) => vectorized(|| each(lanes, out, |u| low(f32_to_bf16(u32::from_le_bytes(u))))),
-        (Dtype::F32, Dtype::F16) => vectorized(|| each(lanes, out, |u| low(cast(u32::from_le_bytes(u), F32, F16)))),
+        (Dtype::F32, Dtype::Bf16) => vectorized!(each(lanes, out, |u| low(f32_to_bf16(u32::from_le_bytes(u))))),
+        (Dtype::F32, Dtype::F16) => vectorized!(each(lanes, out, |u| low(cast(u32::from_le_bytes(u), F32, F16)))),
         (Dtype::Bf16, Dtype::F32) => {
-            vectorized(|| each(lanes, out, |u| bf16_to_f32(u16::from_le_bytes(u).into()).to_le_bytes()));
+            vectorized!(each(lanes, out, |u| bf16_to_f32(u16::from_le_bytes(u).into()).to_le_bytes()));
         }
         (Dtype::F16, Dtype::F32) => {
-            vectorized(|| each(lanes, out, |u| cast(u16::from_le_bytes(u).into(), F16, F32).to_le_bytes()));
+            vectorized!(each(lanes, out, |u| cast(u16::from_le_bytes(u).into(), F16, F32).to_le_bytes()));
         }
-        (Dtype::F8E4m3, Dtype::Bf16) => vectorized(|| each(lanes, out, |[u]| low(cast(u.into(), E4M3, BF16)))),
-        (Dtype::F8E4m3, Dtype::F16) => vectorized(|| each(lanes, out, |[u]| low(cast(u.into(), E4M3, F16)))),
-        (Dtype::F8E5m2, Dtype::Bf16) => vectorized(|| each(lanes, out, |[u]| low(cast(u.into(), E5M2, BF16)))),
-        (Dtype::F8E5m2, Dtype::F16) => vectorized(|| each(lanes, out, |[u]| low(cast(u.into(), E5M2, F16)))),
+        (Dtype::F8E4m3, Dtype::Bf16) => vectorized!(each(lanes, out, |[u]| low(cast(u.into(), E4M3, BF16)))),
+        (Dtype::F8E4m3, Dtype::F16) => vectorized!(each(lanes, out, |[u]| low(cast(u.into(), E4M3, F16)))),
+        (Dtype::F8E5m2, Dtype::Bf16) => vectorized!(each(lanes, out, |[u]| low(cast(u.into(), E5M2, BF16)))),
+        (Dtype::F8E5m2, Dtype::F16) => vectorized!(each(lanes, out, |[u]| low(cast(u.into(), E5M2, F16)))),
         _ => return false,
     }
     true
@@ -203,9 +203,9 @@ pub fn cast_lanes(from: Dtype, to: Dtype, lanes: &[u8], out: &mut [u8]) -> bool 
 /// stores nothing, if `to` is not BF16, F16 or F32. `out` has as many lanes as `lanes`.
 pub fn scale_lanes(lanes: &[u8], scale: u32, to: Dtype, out: &mut [u8]) -> bool {
     match to {
-        Dtype::Bf16 => vectorized(|| each(lanes, out, |[u]| low(f32_to_bf16(product(u, scale))))),
-        Dtype::F16 => vectorized(|| each(lanes, out, |[u]| low(cast(product(u, scale), F32, F16)))),
-        Dtype::F32 => vectorized(|| each(lanes, out, |[u]| product(u, scale).to_le_bytes())),
+        Dtype::Bf16 => vectorized!(each(lanes, out, |[u]| low(f32_to_bf16(product(u, scale))))),
+        Dtype::F16 => vectorized!(each(lanes, out, |[u]| low(cast(product(u, scale), F32, F16)))),
+        Dtype::F32 => vectorized!(each(lanes, out, |[u]| product(u, scale).to_le_bytes())),
         _ => return false,
     }
     true

@@ -130,6 +130,23 @@ pub enum Order {
     Ordered,
 }
 
+/// Evaluates `$body` with `$ORDER` bound to a constant: one copy of its loops per order, so that they have no branch on it.
+macro_rules! with_order {
+    ($order:expr, $ORDER:ident => $body:expr) => {
+        match $order {
+            $crate::lane::Order::Plain => {
+                const $ORDER: $crate::lane::Order = $crate::lane::Order::Plain;
+                $body
+            }
+            $crate::lane::Order::Ordered => {
+                const $ORDER: $crate::lane::Order = $crate::lane::Order::Ordered;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_order;
+
 /// Definition of the context of a base lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Context {

@@ -94,16 +94,13 @@ impl ChunkSum {
         let count = rows.len();
         debug_assert!(self.row + count <= ROW);
         let weights = P.iter().cycle().skip(self.row);
-        let sum = vectorized(
-            #[inline(always)]
-            || {
-                let mut sum = 0u64;
-                for (row, p) in rows.zip(weights) {
-                    sum = sum.wrapping_add(p.wrapping_mul(inner(row)));
-                }
-                sum
-            },
-        );
+        let sum = vectorized!({
+            let mut sum = 0u64;
+            for (row, p) in rows.zip(weights) {
+                sum = sum.wrapping_add(p.wrapping_mul(inner(row)));
+            }
+            sum
+        });
         self.value = self.value.wrapping_add(sum);
         self.row += count;
     }

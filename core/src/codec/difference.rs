@@ -88,10 +88,7 @@ pub fn cleared(dtype: Dtype, size: usize, masks: &mut Vec<u64>) -> &mut [u64] {
 /// Sets the mask bits of lanes that differ. `masks` must be zeroed. Returns the number of these lanes.
 pub fn compare(dtype: Dtype, base: &[u8], target: &[u8], masks: &mut [u64]) -> usize {
     Platform::best().differ(dtype.lane_bytes(), base, target, masks);
-    vectorized(
-        #[inline(always)]
-        || count(masks),
-    )
+    vectorized!(count(masks))
 }
 
 /// Returns the number of bits set in masks.

@@ -8,7 +8,7 @@ use super::cost::{BIT, log2};
 use super::stats::Row;
 use super::tables::{MAX_CLASSES, MAX_TOKENS};
 use crate::codec::simd::{CLASS_BITS, CountTiles, Platform, ROWS, TILE_TOKENS};
-use crate::dispatch::vectorized;
+use crate::dispatch::run_vectorized;
 use crate::prelude::*;
 
 /// Number of rounds of reassignment after each split.
@@ -212,7 +212,7 @@ impl<'a> Clustering<'a> {
         let mut keys = [&[][..]; MAX_CLASSES];
         keys.iter_mut().zip(&*classes).for_each(|(keys, class)| *keys = &self.keys[blocks * class.keys..][..blocks]);
         let keys = &keys[..classes.len()];
-        vectorized(
+        run_vectorized(
             #[inline(always)]
             || {
                 for (block, least) in least.iter_mut().enumerate() {
@@ -263,14 +263,14 @@ impl<'a> Clustering<'a> {
 }
 
 fn add(sum: &mut [u64], counts: &[u32]) {
-    vectorized(
+    run_vectorized(
         #[inline(always)]
         || sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum += u64::from(n)),
     );
 }
 
 fn subtract(sum: &mut [u64], counts: &[u32]) {
-    vectorized(
+    run_vectorized(
         #[inline(always)]
         || sum.iter_mut().zip(counts).for_each(|(sum, &n)| *sum -= u64::from(n)),
     );
@@ -279,7 +279,7 @@ fn subtract(sum: &mut [u64], counts: &[u32]) {
 /// Returns the cost of a row if it had its own class.
 pub(super) fn own_cost(row: &Row) -> u64 {
     let total = log2(row.lanes().max(1));
-    vectorized(
+    run_vectorized(
         #[inline(always)]
         || row.counts.iter().map(|&n| u64::from(n) * (total - log2(n.max(1).into()))).sum(),
     )
@@ -291,7 +291,7 @@ pub(super) fn own_cost(row: &Row) -> u64 {
 /// cost units.
 fn token_costs(sum: &[u64], costs: &mut [u16]) -> u64 {
     const PART: u64 = 32;
-    vectorized(
+    run_vectorized(
         #[inline(always)]
         || {
             let lanes: u64 = sum.iter().map(|&n| saturated(n)).sum();

@@ -45,10 +45,7 @@ pub fn indexes<L: Lane>(lanes: &[u8], dtype: Dtype, first: u16, out: &mut [u8]) 
 
 #[inline(always)]
 fn write_indexes<L: Lane>(out: &mut [u8], lanes: &[L::Le], index_of: impl Fn(L) -> u8) {
-    vectorized(
-        #[inline(always)]
-        || out.iter_mut().zip(lanes).for_each(|(out, lane)| *out = index_of(L::load(*lane))),
-    );
+    vectorized!(out.iter_mut().zip(lanes).for_each(|(out, lane)| *out = index_of(L::load(*lane))));
 }
 
 /// The maps of a payload, from context and activity to class.

@@ -10,7 +10,7 @@ use crate::codec::simd::{GROUP, Platform, PrefetchedLines, StreamFence, Tiles};
 use crate::codec::{CopiedBase, Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
-use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
+use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut, with_order};
 use crate::prelude::*;
 use crate::sums::{ChunkSum, lane_term};
 use core::ops::Range;
@@ -244,10 +244,7 @@ impl Target {
     fn patch_few<L: Lane>(&mut self, positions: &[u32], values: &[L::Le], changed: &[u16], first: usize, lanes: &mut [u8]) {
         let lanes = lanes_of_mut::<L>(lanes);
         let order = self.order;
-        let (sum, count) = vectorized(
-            #[inline(always)]
-            || patch_few::<L>(positions, values, changed, order, first, lanes),
-        );
+        let (sum, count) = vectorized!(patch_few::<L>(positions, values, changed, order, first, lanes));
         self.sum = self.sum.wrapping_add(sum);
         self.changed += count;
     }
@@ -256,17 +253,7 @@ impl Target {
     fn patch_many<L: Lane>(&mut self, halves: Halves<'_, L>, changed: &[u16], lanes: &mut [u8]) {
         self.changed += changed.iter().map(|mask| mask.count_ones() as usize).sum::<usize>();
         let lanes = lanes_of_mut::<L>(lanes);
-        // One loop per order, so that the loops have no branch on it.
-        match self.order {
-            Order::Plain => vectorized(
-                #[inline(always)]
-                || patch_many::<L>(halves, Order::Plain, lanes),
-            ),
-            Order::Ordered => vectorized(
-                #[inline(always)]
-                || patch_many::<L>(halves, Order::Ordered, lanes),
-            ),
-        }
+        with_order!(self.order, ORDER => vectorized!(patch_many::<L>(halves, ORDER, lanes)));
     }
 
     /// Applies the exceptions, after all other changes. Reports an error if another change has already changed one of their
@@ -297,17 +284,7 @@ impl Target {
     fn rebuild<L: Lane>(&mut self, payload: &Payload<'_>, halves: Halves<'_, L>, first: usize, lanes: &mut [u8]) {
         let low = &payload.low[first / 8 * payload.low_bits as usize..];
         let lanes = lanes_of_mut::<L>(lanes);
-        // One loop per order, so that the loops have no branch on it.
-        self.changed += match self.order {
-            Order::Plain => vectorized(
-                #[inline(always)]
-                || rebuild::<L>(payload, low, halves, Order::Plain, lanes),
-            ),
-            Order::Ordered => vectorized(
-                #[inline(always)]
-                || rebuild::<L>(payload, low, halves, Order::Ordered, lanes),
-            ),
-        };
+        self.changed += with_order!(self.order, ORDER => vectorized!(rebuild::<L>(payload, low, halves, ORDER, lanes)));
     }
 }
 

@@ -284,10 +284,8 @@ fn put_plain<L: Lane>(dtype: Dtype, base: &[u8], target: &[u8], payload: &mut Ve
     let start = payload.len();
     payload.resize(start + base.len(), 0);
     let lanes = lanes_of_mut::<L>(&mut payload[start..]).iter_mut().zip(lanes_of::<L>(base)).zip(lanes_of::<L>(target));
-    vectorized(
-        #[inline(always)]
-        || lanes.for_each(|((lane, base), target)| *lane = L::delta(L::load(*base), L::load(*target), dtype.order()).store()),
-    );
+    let order = dtype.order();
+    vectorized!(lanes.for_each(|((lane, base), target)| *lane = L::delta(L::load(*base), L::load(*target), order).store()));
     end_uncoded(base.len(), payload);
 }
 

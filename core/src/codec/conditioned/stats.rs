@@ -106,10 +106,8 @@ impl Stats {
         let lanes = base.len() / L::BYTES;
         let first = first_context::<L>(base, dtype);
         let tokens = tokens_within(8 * L::BYTES as u32 - split.low_bits);
-        let changes: Vec<u16> = vectorized(
-            #[inline(always)]
-            || changed.chunks(2).map(|halves| halves.iter().map(|mask| mask.count_ones() as u16).sum()).collect(),
-        );
+        let count_of = |halves: &[u64]| halves.iter().map(|mask| mask.count_ones() as u16).sum();
+        let changes: Vec<u16> = vectorized!(changed.chunks(2).map(count_of).collect());
         let levels = if split.low_bits == 0 {
             levels_of(&changes, true)
         } else {
@@ -231,14 +229,11 @@ fn block_tokens<L: Lane>(base: &[u8], target: &[u8], order: Order, split: Split)
     let mut tokens = [0; BLOCK];
     let lanes = tokens.iter_mut().zip(lanes_of::<L>(base)).zip(lanes_of::<L>(target));
     let bits = 8 * L::BYTES as u32;
-    vectorized(
-        #[inline(always)]
-        || {
-            for ((token, base), target) in lanes {
-                *token = token_of(split.value(L::delta(L::load(*base), L::load(*target), order).to_u64(), bits)).0;
-            }
-        },
-    );
+    vectorized!({
+        for ((token, base), target) in lanes {
+            *token = token_of(split.value(L::delta(L::load(*base), L::load(*target), order).to_u64(), bits)).0;
+        }
+    });
     tokens
 }
 

@@ -4,8 +4,8 @@ use super::coded::tiles_of;
 use super::context::HALF;
 use super::stats::Split;
 use crate::codec::simd::{Platform, Tiles};
-use crate::dispatch::vectorized;
-use crate::lane::{Dtype, Lane, Order, lanes_of, lanes_of_mut};
+use crate::dispatch::run_vectorized;
+use crate::lane::{Dtype, Lane, lanes_of, lanes_of_mut, with_order};
 use crate::prelude::*;
 use core::ops::Range;
 
@@ -52,10 +52,10 @@ impl Lanes<'_> {
             tiles,
         };
         // One loop per way to compute a value, so that the loops have no branch on it.
-        match (self.dtype.order(), self.split.low_bits) {
-            (Order::Plain, 0) => part.pack::<L>(platform, |base, target| L::delta(base, target, Order::Plain), values),
-            (Order::Ordered, 0) => part.pack::<L>(platform, |base, target| L::delta(base, target, Order::Ordered), values),
-            (order, _) => {
+        let order = self.dtype.order();
+        match self.split.low_bits {
+            0 => with_order!(order, ORDER => part.pack::<L>(platform, |base, target| L::delta(base, target, ORDER), values)),
+            _ => {
                 let bits = 8 * L::BYTES as u32;
                 let value = |base, target| L::from_u64(self.split.value(L::delta(base, target, order).to_u64(), bits));
                 part.pack::<L>(platform, value, values);
@@ -85,7 +85,7 @@ impl<T: Copy> Part<'_, T> {
     /// Writes the values in order to `out`, which must be zero and at least 64 elements longer than the values.
     #[inline(always)]
     fn pack<L: Lane<Le = T>>(&self, platform: Platform, value: impl Fn(L, L) -> L, out: &mut [T]) {
-        vectorized(
+        run_vectorized(
             #[inline(always)]
             || {
                 let (mut start, mut done, mut left) = (0, 0, self.tiles.halves);

@@ -5,7 +5,7 @@ use super::layout::Layout;
 use crate::codec::{Patch, difference::Changes};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
-use crate::lane::{Lane, Order, lanes_of, lanes_of_mut};
+use crate::lane::{Lane, Order, lanes_of, lanes_of_mut, with_order};
 use crate::prelude::*;
 use crate::sums::chunk_sum;
 
@@ -51,10 +51,7 @@ impl Content {
         let start = self.bytes.len();
         self.bytes.resize(start + deltas.len().div_ceil(BLOCK) * (BLOCK / 2), 0);
         let tokens = &mut self.bytes[start..];
-        vectorized(
-            #[inline(always)]
-            || put_tokens(deltas, tokens),
-        );
+        vectorized!(put_tokens(deltas, tokens));
         self.end_part();
         self.put_escapes(deltas, |z| z.to_u64());
     }
@@ -130,17 +127,8 @@ fn put_continued(mut x: u32, out: &mut Vec<u8>) {
 
 /// Returns the deltas of all lanes of a chunk.
 pub(super) fn deltas_of_all<L: Lane>(base: &[u8], target: &[u8], order: Order) -> Vec<L> {
-    vectorized(
-        #[inline(always)]
-        || {
-            let pairs = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
-            // One loop per order, so that the loops have no branch on it.
-            match order {
-                Order::Plain => pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), Order::Plain)).collect(),
-                Order::Ordered => pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), Order::Ordered)).collect(),
-            }
-        },
-    )
+    let pairs = lanes_of::<L>(base).iter().zip(lanes_of::<L>(target));
+    with_order!(order, ORDER => vectorized!(pairs.map(|(b, t)| L::delta(L::load(*b), L::load(*t), ORDER)).collect()))
 }
 
 /// Decodes the parts of a content and applies them to base lanes.
@@ -152,14 +140,7 @@ pub(super) fn decode<L: Lane>(
     base_sum: u64,
     lanes: &mut [u8],
 ) -> Result<u64> {
-    vectorized(
-        #[inline(always)]
-        || match order {
-            // One copy of the loops per order, so that they have no branch on it.
-            Order::Plain => decode_in::<L>(layout, parts, count, Order::Plain, base_sum, lanes),
-            Order::Ordered => decode_in::<L>(layout, parts, count, Order::Ordered, base_sum, lanes),
-        },
-    )
+    with_order!(order, ORDER => vectorized!(decode_in::<L>(layout, parts, count, ORDER, base_sum, lanes)))
 }
 
 #[inline(always)]
