@@ -201,7 +201,7 @@ fn stored_bytes(set: &TableSet) -> u64 {
 }
 
 fn first_candidate(options: &EncodeOptions, plan: &Plan) -> Candidate {
-    options.codec.candidates(plan.base_kind != BaseKind::None)[0]
+    options.codec.candidates(plan.has_base())[0]
 }
 
 /// Whether a chunk has changed lanes if it is coded as `candidate`.

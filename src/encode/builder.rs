@@ -15,7 +15,7 @@ use tpde_core::error::Result;
 use tpde_core::format::BLOB_HEADER_SIZE;
 use tpde_core::index::ValidatedIndex;
 use tpde_core::source::Source;
-use tpde_core::writer::{FileSpec, PairBuilder};
+use tpde_core::writer::{FileSpec, Finished, PairBuilder};
 
 /// Encodes a target checkpoint as a pair: its difference from a base.
 ///
@@ -187,15 +187,11 @@ impl<'a> Encode<'a> {
     /// [`Error::PartNotHeld`]: crate::Error::PartNotHeld
     /// [`Error::NotWritable`]: crate::Error::NotWritable
     pub fn to_path(&self, path: impl AsRef<Path>) -> Result<EncodeReport> {
-        let files = self.files()?;
-        if files.is_empty() {
-            check_composable(self.target.tensors())?;
-        }
+        let files = self.writable_files()?;
         let checkpoints = self.base.iter().flat_map(|base| base.paths()).chain(self.target.paths());
         let inputs: Vec<_> = checkpoints.chain(self.inputs.iter().cloned()).collect();
         let (pair, blob) = NewPair::create(path.as_ref(), &inputs, self.overwrite)?;
-        let builder = PairBuilder::new(blob, pair.paths.blob.clone(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, files, &self.effective_options()?, builder, &self.watcher)?;
+        let (finished, report) = self.encode(blob, pair.paths.blob.clone(), files)?;
         pair.publish(finished, &self.watcher)?;
         Ok(report)
     }
@@ -214,8 +210,7 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_memory`].
     pub fn to_memory_in(&self, mut blob: Vec<u8>) -> Result<(Pair<Vec<u8>>, EncodeReport)> {
         blob.clear();
-        let builder = PairBuilder::new(blob, "memory".into(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, self.files()?, &self.effective_options()?, builder, &self.watcher)?;
+        let (finished, report) = self.encode(blob, "memory".into(), self.files()?)?;
         Ok((finished.try_into()?, report))
     }
 
@@ -226,18 +221,27 @@ impl<'a> Encode<'a> {
     /// The errors of [`Encode::to_path`], except those about files of the pair. [`Error::Io`](crate::Error::Io) if `blob` cannot be
     /// written.
     pub fn to_writer<W: Write>(&self, blob: W) -> Result<Streamed<W>> {
-        let files = self.files()?;
-        if files.is_empty() {
-            check_composable(self.target.tensors())?;
-        }
-        let builder = PairBuilder::new(blob, "the blob".into(), self.options.form())?;
-        let (finished, report) = encode(self.base, self.target, files, &self.effective_options()?, builder, &self.watcher)?;
+        let (finished, report) = self.encode(blob, "the blob".into(), self.writable_files()?)?;
         Ok(Streamed { index: finished.index, header: finished.blob_header, blob: finished.blob, report })
+    }
+
+    fn encode<W: Write>(&self, blob: W, blob_path: PathBuf, files: Vec<FileSpec>) -> Result<(Finished<W>, EncodeReport)> {
+        let builder = PairBuilder::new(blob, blob_path, self.options.form())?;
+        encode(self.base, self.target, files, &self.effective_options()?, builder, &self.watcher)
     }
 
     /// The options, with the names and cuts of a chain.
     fn effective_options(&self) -> Result<EncodeOptions> {
         self.of_chain.add_to(&self.options, self.base, self.target)
+    }
+
+    /// The files of the target. If it has none, checks that it can be written as one.
+    fn writable_files(&self) -> Result<Vec<FileSpec>> {
+        let files = self.files()?;
+        if files.is_empty() {
+            check_composable(self.target.tensors())?;
+        }
+        Ok(files)
     }
 
     /// The files of the target.

@@ -16,7 +16,7 @@ use tpde_core::codec::zstd::is_repeats;
 use tpde_core::codec::{ChunkEncoder, Codec, Difference, Encoded, Layout, LayoutSize, Layouts, raw_size};
 use tpde_core::digest;
 use tpde_core::error::Result;
-use tpde_core::format::{BaseKind, DIGEST_SIZE, PAYLOAD_ALIGN};
+use tpde_core::format::{DIGEST_SIZE, PAYLOAD_ALIGN};
 use tpde_core::lane::Dtype;
 
 /// Minimum and maximum number of lanes per run. Candidates are first tried on a sample of `RUNS` runs of the chunk.
@@ -47,11 +47,8 @@ pub(super) struct Outcome {
 
 impl Outcome {
     fn made(candidate: Candidate, payload: (Vec<u8>, Encoded)) -> Self {
-        Self { candidate, size: padded(&payload.0), payload: Some(payload), digest: None }
-    }
-
-    fn not_made(candidate: Candidate, size: u64) -> Self {
-        Self { candidate, size, payload: None, digest: None }
+        let size = (payload.0.len() as u64).next_multiple_of(PAYLOAD_ALIGN);
+        Self { candidate, size, payload: Some(payload), digest: None }
     }
 
     /// Hashes the payload, so that the builder, which works on one thread, need not.
@@ -87,14 +84,17 @@ impl Encoders {
         difference: Difference<'_>,
     ) -> Result<(Vec<u8>, Encoded)> {
         let Difference { target, .. } = difference;
-        let difference = match candidate.from_base == has_base(plan) {
+        let difference = match candidate.from_base == plan.has_base() {
             true => difference,
             false => Difference::find(plan.dtype, zeros(&mut self.zeros, target.len()), target, &mut self.masks),
         };
         let encoder = encoder(&mut self.encoders, candidate)?;
         if candidate.codec == Codec::Zstd && !matches!(options.codec, CodecChoice::Only(_)) {
-            let state = CandidateState::begin(encoder, plan, candidate, difference, u64::MAX)?;
-            return state.payload(encoder, plan, difference);
+            let mut state = CandidateState::begin(encoder, plan, candidate, difference, u64::MAX)?;
+            if state.outcome.payload.is_none() {
+                state.end(encoder, plan, difference, u64::MAX)?;
+            }
+            return Ok(state.outcome.payload.unwrap_or_default());
         }
         // If the options fix the codec, they may also fix the layout. Otherwise the encoder chooses it for this chunk.
         let mut payload = Vec::new();
@@ -115,7 +115,7 @@ impl Encoders {
     pub fn try_candidates(&mut self, plan: &Plan, options: &EncodeOptions, difference: Difference<'_>) -> Result<Vec<Outcome>> {
         let candidates = match plan.choice.get() {
             Some(&candidate) => vec![candidate],
-            None => options.codec.candidates(has_base(plan)),
+            None => options.codec.candidates(plan.has_base()),
         };
         if let [candidate] = candidates[..] {
             return Ok(vec![Outcome::made(candidate, self.encode(plan, candidate, options, difference)?)]);
@@ -129,7 +129,7 @@ impl Encoders {
         let mut best = u64::MAX;
         for &candidate in &candidates {
             let encoder = encoder(encoders, candidate)?;
-            let state = if candidate.from_base == has_base(plan) {
+            let state = if candidate.from_base == plan.has_base() {
                 CandidateState::begin(encoder, plan, candidate, difference, best)?
             } else if let Some(part) = &*part_from_zeros {
                 match SMALL * best < target.len() as u64 {
@@ -149,17 +149,13 @@ impl Encoders {
             let state = &mut states[state];
             if state.outcome.payload.is_none() && best.is_none_or(|best| state.may_be_below(best)) {
                 let candidate = state.outcome.candidate;
-                let difference = if candidate.from_base == has_base(plan) { difference } else { *from_zeros };
+                let difference = if candidate.from_base == plan.has_base() { difference } else { *from_zeros };
                 state.end(encoder(encoders, candidate)?, plan, difference, best.unwrap_or(u64::MAX))?;
                 best = best.into_iter().chain([state.outcome.size]).min();
             }
         }
         Ok(states.into_iter().map(|state| state.outcome).collect())
     }
-}
-
-fn has_base(plan: &Plan) -> bool {
-    plan.base_kind != BaseKind::None
 }
 
 fn encoder(encoders: &mut [Option<ChunkEncoder>; 2], candidate: Candidate) -> Result<&mut ChunkEncoder> {
@@ -190,7 +186,8 @@ enum Precision {
 
 impl CandidateState {
     fn new(candidate: Candidate, size: u64, precision: Precision) -> Self {
-        Self { outcome: Outcome::not_made(candidate, size.next_multiple_of(PAYLOAD_ALIGN)), layouts: Vec::new(), precision }
+        let outcome = Outcome { candidate, size: size.next_multiple_of(PAYLOAD_ALIGN), payload: None, digest: None };
+        Self { outcome, layouts: Vec::new(), precision }
     }
 
     /// Tries a candidate on a chunk, or on a part of it. `best` is the smallest size so far.
@@ -248,16 +245,6 @@ impl CandidateState {
         }
     }
 
-    /// Encodes the whole chunk, unless that is done, and returns the payload.
-    fn payload(mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>) -> Result<(Vec<u8>, Encoded)> {
-        loop {
-            match self.outcome.payload {
-                Some(payload) => return Ok(payload),
-                None => self.end(encoder, plan, difference, u64::MAX)?,
-            }
-        }
-    }
-
     /// Encodes the whole chunk. `best` is the smallest size so far.
     fn end(&mut self, encoder: &mut ChunkEncoder, plan: &Plan, difference: Difference<'_>, best: u64) -> Result<()> {
         let candidate = self.outcome.candidate;
@@ -296,10 +283,6 @@ fn close(sizes: &[LayoutSize], smallest: usize, many: bool) -> Vec<Layout> {
     close.sort_by_key(|(_, size)| *size);
     close.truncate(if many { 1 } else { close.len() });
     close.into_iter().map(|(layout, _)| layout).collect()
-}
-
-fn padded(payload: &[u8]) -> u64 {
-    (payload.len() as u64).next_multiple_of(PAYLOAD_ALIGN)
 }
 
 fn zeros(buffer: &mut Vec<u8>, size: usize) -> &[u8] {

@@ -9,12 +9,11 @@ use super::assembly::Shares;
 use super::options::EncodeOptions;
 use super::plan::{Plan, low_bits};
 use super::train::{Group, PIECE, Pieces, group_in, train_with};
-use std::ops::AddAssign;
 use std::sync::OnceLock;
 use tpde_core::codec::conditioned::Sample;
 use tpde_core::codec::{Codec, raw_size};
 use tpde_core::error::Result;
-use tpde_core::format::{BaseKind, PAYLOAD_ALIGN};
+use tpde_core::format::PAYLOAD_ALIGN;
 
 /// Number of runs of lanes from which a large tensor is estimated.
 const RUNS: u64 = 8;
@@ -61,16 +60,14 @@ struct Estimate {
     raw: u64,
 }
 
-impl AddAssign<(&LaneRange<'_>, LaneEstimate)> for Estimate {
-    fn add_assign(&mut self, (range, result): (&LaneRange<'_>, LaneEstimate)) {
+impl Estimate {
+    fn add(&mut self, range: &LaneRange<'_>, result: LaneEstimate) {
         self.lanes += range.lanes;
         self.changed += u64::from(result.changed);
         self.conditioned += result.conditioned.next_multiple_of(PAYLOAD_ALIGN);
         self.raw += raw_size(result.changed, range.plan.dtype.lane_bytes()).next_multiple_of(PAYLOAD_ALIGN);
     }
-}
 
-impl Estimate {
     /// Estimated size of all payloads of a tensor of `lanes` lanes. `None` for a codec whose size depends on lanes outside of the
     /// ranges: payloads of codec `raw` have no bound but the number of changes, and those of codec `conditioned` are only tens of
     /// bytes larger where few lanes change.
@@ -102,18 +99,18 @@ impl Estimate {
 
 /// Trains tables, and sets tables and choice of every plan.
 pub(crate) fn choose_coding(options: &EncodeOptions, plans: &mut [Plan], estimator: &mut impl Estimator) -> Result<()> {
-    let group_of_based = |_, plan: &Plan| has_base(plan).then(|| group_in(plan, true));
+    let group_of_based = |_, plan: &Plan| plan.has_base().then(|| group_in(plan, true));
     train_with(options, plans, &group_of_based, |pieces, add| estimator.sample(pieces, add))?;
-    let based = estimates(plans, estimator, true, |_, plan| has_base(plan))?;
+    let based = estimates(plans, estimator, true, |_, plan| plan.has_base())?;
     // Without tables. A tensor that is mostly zeros may be smallest as this candidate.
-    let mut zeros = estimates(plans, estimator, false, |i, plan| has_base(plan) && based[i].mostly_changes())?;
+    let mut zeros = estimates(plans, estimator, false, |i, plan| plan.has_base() && based[i].mostly_changes())?;
 
-    let may_use_zeros = |i: usize, plan: &Plan| !has_base(plan) || based[i].may_be_above_zeros(plan);
+    let may_use_zeros = |i: usize, plan: &Plan| !plan.has_base() || based[i].may_be_above_zeros(plan);
     let from_zeros: Vec<bool> = plans.iter().enumerate().map(|(i, plan)| may_use_zeros(i, plan)).collect();
     let group_of_zeros = |i: usize, plan: &Plan| from_zeros[i].then(|| group_in(plan, false));
     train_with(options, plans, &group_of_zeros, |pieces, add| estimator.sample(pieces, add))?;
     // A large tensor without a base has only one candidate.
-    let is_tried = |i: usize, plan: &Plan| from_zeros[i] && (has_base(plan) || plan.lanes <= WHOLE);
+    let is_tried = |i: usize, plan: &Plan| from_zeros[i] && (plan.has_base() || plan.lanes <= WHOLE);
     let with_tables = estimates(plans, estimator, false, is_tried)?;
 
     for (i, plan) in plans.iter_mut().enumerate() {
@@ -121,7 +118,7 @@ pub(crate) fn choose_coding(options: &EncodeOptions, plans: &mut [Plan], estimat
             zeros[i] = with_tables[i];
         }
         // Sets that the tensor does not use, so that the others bear the size of these sets.
-        if based[i].is_unchanged(plan) || !has_base(plan) {
+        if based[i].is_unchanged(plan) || !plan.has_base() {
             plan.tables[0].take();
         }
         if zeros[i].is_unchanged(plan) || !from_zeros[i] {
@@ -130,7 +127,7 @@ pub(crate) fn choose_coding(options: &EncodeOptions, plans: &mut [Plan], estimat
     }
     let shares = Shares::new(plans);
     for (i, plan) in plans.iter_mut().enumerate() {
-        let candidates = options.codec.candidates(has_base(plan));
+        let candidates = options.codec.candidates(plan.has_base());
         let sizes = candidates.iter().filter_map(|&candidate| {
             let estimate = if candidate.from_base { &based[i] } else { &zeros[i] };
             let payloads = estimate.size(candidate.codec, plan.lanes)?;
@@ -170,7 +167,7 @@ fn estimates_of(
         tried.map(|(i, plan, (first, lanes))| (i, LaneRange { plan, from_base, first, lanes })).unzip();
     let mut estimates = vec![Estimate::default(); plans.len()];
     for ((i, range), result) in of_tensor.into_iter().zip(&ranges).zip(estimator.estimate(&ranges)?) {
-        estimates[i] += (range, result);
+        estimates[i].add(range, result);
     }
     Ok(estimates)
 }
@@ -188,8 +185,4 @@ fn ranges(plan: &Plan) -> Vec<(u64, u64)> {
 fn chunks(plan: &Plan) -> Vec<(u64, u64)> {
     let chunk = 1 << plan.chunk_lanes_log2;
     (0..plan.lanes.div_ceil(chunk)).map(|k| (k * chunk, chunk.min(plan.lanes - k * chunk))).collect()
-}
-
-fn has_base(plan: &Plan) -> bool {
-    plan.base_kind != BaseKind::None
 }

@@ -33,6 +33,10 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
+    pub fn has_base(&self) -> bool {
+        self.base_kind != BaseKind::None
+    }
+
     pub fn width(&self) -> u64 {
         self.dtype.lane_bytes() as u64
     }

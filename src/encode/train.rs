@@ -12,7 +12,6 @@ use std::sync::Arc;
 use tpde_core::codec::conditioned;
 use tpde_core::derived::BaseForm;
 use tpde_core::error::Result;
-use tpde_core::format::BaseKind;
 use tpde_core::lane::Dtype;
 
 /// Number of lanes per piece. A piece is the unit of sampling.
@@ -55,7 +54,7 @@ fn stride(all: u64, favor: Favor) -> u64 {
 }
 
 pub(crate) fn group(plan: &Plan) -> Group {
-    group_in(plan, plan.base_kind != BaseKind::None)
+    group_in(plan, plan.has_base())
 }
 
 /// The group of a tensor whose lanes are coded from the base, or from zeros.
@@ -182,7 +181,7 @@ fn sample(
     let lanes = PIECE.min(plan.lanes - piece * PIECE);
     let (base, target) = worker.lanes.read(base, target, plan, piece * PIECE * plan.width(), (lanes * plan.width()) as usize)?;
     let of = |from_base, base: &[u8]| conditioned::Sample::gather(plan.dtype, low_bits(plan.dtype, from_base), base, target);
-    if plan.base_kind == BaseKind::None {
+    if !plan.has_base() {
         return Ok((None, Some(of(false, base))));
     }
     let from_base = of(true, base);

@@ -21,7 +21,8 @@ use tpde_core::writer::FileSpec;
 /// those of a base. [`Error::Invalid`](crate::Error::Invalid) if a
 /// pair cannot have these names together.
 pub(super) fn merged<B: Source>(inputs: &[Input<'_, B>], is_selection: bool) -> Result<Vec<FileSpec>> {
-    let files: Vec<_> = inputs.iter().map(|input| if input.is_whole() { whole(input) } else { of_part(input) }).collect();
+    let files: Vec<_> =
+        inputs.iter().map(|input| if input.is_whole() { input.index().files().collect() } else { of_part(input) }).collect();
     let without = inputs.iter().zip(&files).find(|(input, files)| files.is_empty() && !input.kept.is_empty());
     let with = inputs.iter().zip(&files).find(|(_, files)| !files.is_empty());
     let (Some((with, with_files)), without) = (with, without) else { return Ok(Vec::new()) };
@@ -77,10 +78,6 @@ fn check_base<B: Source>(merged: &BTreeMap<&str, (&Input<'_, B>, TargetFile<'_>)
         }
         None => Ok(()),
     }
-}
-
-fn whole<'a, B: Source>(input: &Input<'a, B>) -> Vec<TargetFile<'a>> {
-    input.index().files().collect()
 }
 
 /// Returns the files of which all tensors are kept, if every kept tensor is in exactly one of them; otherwise nothing.
