@@ -5,7 +5,7 @@ use super::foreign;
 use crate::checkpoint::TensorInfo;
 use crate::source::FileSource;
 use safetensors::tensor::Metadata;
-use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, MapAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -128,9 +128,9 @@ impl Header {
             let TensorInfo { name, dtype, shape } = &tensor.info;
             let data_offsets = (tensor.offset as usize, (tensor.offset + tensor.info.bytes()) as usize);
             let shape = shape.iter().map(|&d| d as usize).collect();
-            (name.clone(), safetensors::tensor::TensorInfo { dtype: to_safetensors(*dtype), shape, data_offsets })
+            Ok((name.clone(), safetensors::tensor::TensorInfo { dtype: to_safetensors(*dtype)?, shape, data_offsets }))
         });
-        let metadata = Metadata::new(None, table.collect()).map_err(|e| e.to_string())?;
+        let metadata = Metadata::new(None, table.collect::<Result<_, String>>()?).map_err(|e| e.to_string())?;
         let mut json = HeaderBuffer(Vec::new());
         serde_json::to_writer(&mut json, &metadata).map_err(|e| match e.is_io() {
             true => format!("the header of the {} tensors would have more than the {LIMIT} bytes that readers take", tensors.len()),
@@ -319,19 +319,9 @@ pub(super) fn weight_map(path: &Path, content: &[u8]) -> Result<BTreeMap<String,
     Ok(map)
 }
 
-macro_rules! dtypes {
-    ($($theirs:ident = $ours:ident,)+) => {
-        fn to_safetensors(dtype: Dtype) -> safetensors::Dtype {
-            match dtype { $(Dtype::$ours => safetensors::Dtype::$theirs,)+ }
-        }
-    };
-}
-
-dtypes! {
-    BOOL = Bool, U8 = U8, I8 = I8, U16 = U16, I16 = I16, U32 = U32, I32 = I32, U64 = U64, I64 = I64,
-    F16 = F16, BF16 = Bf16, F32 = F32, F64 = F64, C64 = C64,
-    F8_E4M3 = F8E4m3, F8_E5M2 = F8E5m2, F8_E4M3FNUZ = F8E4m3Fnuz, F8_E5M2FNUZ = F8E5m2Fnuz, F8_E8M0 = F8E8m0,
-    F4 = F4, F6_E2M3 = F6E2m3, F6_E3M2 = F6E3m2,
+/// The dtype of the safetensors crate, whose JSON has the same name.
+fn to_safetensors(dtype: Dtype) -> Result<safetensors::Dtype, String> {
+    Deserialize::deserialize(dtype.name().into_deserializer()).map_err(|e: serde::de::value::Error| e.to_string())
 }
 
 #[cfg(test)]
@@ -341,7 +331,7 @@ mod tests {
     #[test]
     fn dtypes_have_the_names_of_safetensors_and_their_sizes() {
         for &dtype in Dtype::ALL {
-            let theirs = to_safetensors(dtype);
+            let theirs = to_safetensors(dtype).unwrap();
             assert_eq!(serde_json::to_value(theirs).unwrap(), dtype.name());
             assert_eq!(theirs.bitsize() as u64, dtype.bits());
         }
