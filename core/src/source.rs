@@ -66,12 +66,7 @@ macro_rules! in_memory {
 in_memory!(&[u8], Vec<u8>);
 
 /// Owned bytes that do not change.
-pub struct Buffer(Memory);
-
-enum Memory {
-    Heap(Vec<u8>),
-    Other(Box<dyn AsRef<[u8]> + Send + Sync>),
-}
+pub struct Buffer(Box<dyn AsRef<[u8]> + Send + Sync>);
 
 impl Buffer {
     /// Takes memory of any kind, such as a mapped file, without a copy.
@@ -79,7 +74,7 @@ impl Buffer {
     /// # Safety
     /// Each call of `as_ref` must give the same bytes, and nothing may change them while the buffer exists.
     pub unsafe fn new(memory: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
-        Self(Memory::Other(Box::new(memory)))
+        Self(Box::new(memory))
     }
 }
 
@@ -91,7 +86,7 @@ impl fmt::Debug for Buffer {
 
 impl From<Vec<u8>> for Buffer {
     fn from(bytes: Vec<u8>) -> Self {
-        Self(Memory::Heap(bytes))
+        Self(Box::new(bytes))
     }
 }
 
@@ -99,9 +94,6 @@ impl core::ops::Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        match &self.0 {
-            Memory::Heap(bytes) => bytes,
-            Memory::Other(memory) => (**memory).as_ref(),
-        }
+        (*self.0).as_ref()
     }
 }
