@@ -383,7 +383,6 @@ impl<'a> Part<'a> {
         Part { base: base.into(), target: target.into(), masks: masks.into(), changed, many: self.many, scale }
     }
 
-    /// The difference of the part's lanes.
     fn difference(&self, dtype: Dtype) -> Difference<'_> {
         Difference { dtype, base: &self.base, target: &self.target, masks: &self.masks, changed: self.changed }
     }

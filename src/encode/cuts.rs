@@ -199,7 +199,6 @@ impl<'a> Entries<'a> {
         Ok(())
     }
 
-    /// The plans of all entries.
     fn plans(&self, options: &EncodeOptions) -> Result<Vec<Plan>> {
         let base = self.base.as_ref().map(|base| base as &dyn Checkpoint);
         let plan = |(i, part): (usize, &Option<PartSpec>)| {

@@ -111,7 +111,6 @@ impl EncodeOptions {
         self.renamed.get(name).map_or(name, String::as_str)
     }
 
-    /// The form of the pair.
     pub(crate) fn form(&self) -> Form {
         Form { version: self.format, payload_digests: self.payload_digests }
     }

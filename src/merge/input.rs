@@ -24,7 +24,6 @@ impl<'a, B: Source> Input<'a, B> {
         self.pair.index()
     }
 
-    /// Returns whether all tensors are kept.
     pub fn is_whole(&self) -> bool {
         self.kept.len() == self.index().tensor_count()
     }
@@ -35,7 +34,6 @@ impl<'a, B: Source> Input<'a, B> {
         !self.is_whole() && self.index().has_payload_root() && !self.pair.is_authentic()
     }
 
-    /// Returns the kept tensors.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'a>> + '_ {
         self.kept.iter().map(|&i| self.index().tensor(i as usize))
     }

@@ -72,7 +72,6 @@ impl Plan {
     }
 }
 
-/// Returns the tensor of an entry.
 pub(super) fn tensor<'a, B: Source>(inputs: &[Input<'a, B>], entry: Entry) -> Tensor<'a> {
     inputs[entry.input as usize].index().tensor(entry.tensor as usize)
 }

@@ -95,12 +95,10 @@ struct Class {
 /// Marks a row that is in no class yet.
 const NO_CLASS: u8 = u8::MAX;
 
-/// Returns the class of a key.
 fn class_of(key: u64) -> usize {
     (key & ((1 << CLASS_BITS) - 1)) as usize
 }
 
-/// Returns the cost of a key.
 fn cost_of(key: u64) -> u64 {
     key >> CLASS_BITS
 }

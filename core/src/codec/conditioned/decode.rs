@@ -28,15 +28,10 @@ const PAIRED_BYTES: usize = 256 << 10;
 /// An [`EncodedChunk`](crate::codec::EncodedChunk) of this codec.
 #[derive(Debug, Clone, Copy)]
 pub struct ConditionedChunk<'a> {
-    /// Element type.
     pub dtype: Dtype,
-    /// Tables of the tensor.
     pub tables: Option<&'a TableSet>,
-    /// Sizes in the record.
     pub encoded: Encoded,
-    /// The payload.
     pub payload: &'a [u8],
-    /// Chunk sum of the base lanes.
     pub base_sum: u64,
 }
 

@@ -82,7 +82,6 @@ impl<'a> Payload<'a> {
         })
     }
 
-    /// Returns the activity of a block.
     #[inline(always)]
     pub fn activity(&self, block: usize) -> u8 {
         let bits = usize::from(self.activity_bits);
@@ -94,7 +93,6 @@ impl<'a> Payload<'a> {
         self.activities[bit / 8] >> (bit % 8) & ((1 << bits) - 1)
     }
 
-    /// Returns the stream of each segment.
     pub fn streams(&self) -> impl Iterator<Item = Result<&'a [u8]>> {
         let mut rest = self.streams;
         let last = self.sizes.len();

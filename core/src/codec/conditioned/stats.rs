@@ -245,7 +245,6 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// Returns the number of lanes.
     pub fn lanes(&self) -> u64 {
         self.counts.iter().map(|&n| u64::from(n)).sum()
     }
@@ -260,7 +259,6 @@ impl Row {
         self.counts.iter().enumerate().skip(DIRECT as usize).map(|(t, &n)| u64::from(n) * u64::from(extra_bits(t as u8))).sum()
     }
 
-    /// Adds another row to this one.
     pub fn add(&mut self, other: &[u32]) {
         if self.counts.len() < other.len() {
             self.counts.resize(other.len(), 0);

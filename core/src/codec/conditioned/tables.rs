@@ -147,7 +147,6 @@ impl Lookup {
         self.set.clone_from(set);
     }
 
-    /// Returns whether this is the look-up table of `set`.
     pub fn is_of(&self, set: &TableSet) -> bool {
         self.set == *set
     }
