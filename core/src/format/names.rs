@@ -21,8 +21,6 @@ macro_rules! parsed_by_name {
         }
     };
 }
-#[doc(hidden)]
-pub use parsed_by_name;
 
 /// Defines an enum from its variants and their names, with `ALL`, `name`, `Display`, `FromStr`, and the same names in JSON.
 #[doc(hidden)]
@@ -43,8 +41,6 @@ macro_rules! named {
         $crate::format::parsed_by_name!($name, $what);
     };
 }
-#[doc(hidden)]
-pub use named;
 
 /// Defines an enum for a registry of the spec, whose variants have codes and names.
 #[doc(hidden)]
@@ -67,5 +63,6 @@ macro_rules! registry {
         }
     };
 }
+
 #[doc(hidden)]
-pub use registry;
+pub use {named, parsed_by_name, registry};

@@ -18,11 +18,11 @@ pub use parts::IndexParts;
 pub use view::{Chunk, Part, TargetFile, Tensor};
 
 #[doc(hidden)]
-pub use files::{FileNames, is_file_name};
-#[doc(hidden)]
-pub use tables::MAX_TABLE_SETS;
-#[doc(hidden)]
-pub use tensors::check_holdable;
+pub use self::{
+    files::{FileNames, is_file_name},
+    tables::MAX_TABLE_SETS,
+    tensors::check_holdable,
+};
 
 use crate::codec::TableSet;
 use crate::codec::zstd::Expander;
@@ -45,7 +45,7 @@ pub struct ValidatedIndex {
     bytes: Buffer,
     header: IndexHeader,
     tensors: tensors::TensorTable,
-    tables: tables::TableSets,
+    tables: Vec<TableSet>,
     files: files::FileTable,
     digest: [u8; 32],
     /// Number of chunks with a payload.
@@ -86,7 +86,7 @@ impl ValidatedIndex {
         let mut frames = Expander::default();
         let mut expand = |section| header::expand(&bytes, &header, section, &mut frames);
         let mut tensors = tensors::TensorTable::parse(&expand(Section::Tensors)?, &header)?;
-        let tables = tables::TableSets::parse(&expand(Section::Tables)?, &mut tensors)?;
+        let tables = tables::parse(&expand(Section::Tables)?, &mut tensors)?;
         let is_used = tensors.has_parts() || !header.has(FEATURE_PARTS);
         Rule::HeaderRequiredFeatures.check(is_used, "bit 2 only with an entry that describes a part", "none")?;
         let is_used = tensors.has_derived() || !header.has(FEATURE_DERIVED);
@@ -216,7 +216,7 @@ impl ValidatedIndex {
     /// # Panics
     /// If `i` is not below [`ValidatedIndex::tensor_count`].
     pub fn tensor(&self, i: usize) -> Tensor<'_> {
-        self.tensors.view(i, &digests::of_tensors(&self.bytes, &self.header)[i], self.tables.all())
+        self.tensors.view(i, &digests::of_tensors(&self.bytes, &self.header)[i], &self.tables)
     }
 
     /// All entries of the tensor table, in ascending order of name: whole tensors and parts of tensors.
@@ -265,7 +265,7 @@ impl ValidatedIndex {
 
     /// The table sets of codec `conditioned`, which tensors share.
     pub fn table_sets(&self) -> &[TableSet] {
-        self.tables.all()
+        &self.tables
     }
 
     /// Index into [`ValidatedIndex::table_sets`] of the set that tensor `i` uses.

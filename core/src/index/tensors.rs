@@ -229,7 +229,6 @@ struct TableParser {
     chunks: u64,
     tables: u64,
     dims: usize,
-    previous: usize,
     /// Range of the current entry's name in `table.names`; `None` until the name is read.
     name: Option<Range<usize>>,
     /// Among the rows of the current tensor, the index of the first one with a base.
@@ -405,8 +404,8 @@ impl TableParser {
         let start = self.table.names.len();
         self.table.names.push_str(name);
         self.name = Some(start..self.table.names.len());
-        if start > 0 {
-            let before = &self.table.names[self.previous..self.base_name_of_last()];
+        if let Some(last) = self.table.rows.len().checked_sub(1) {
+            let before = self.table.name(last);
             Rule::TensorNameOrder.check(before < name, "a name greater than the previous one", "one that is not")?;
         }
         let base_start = self.table.names.len();
@@ -414,12 +413,7 @@ impl TableParser {
         Rule::TensorBaseName.check(base_name != name, "a name of its own or none", "the tensor's name")?;
 
         self.table.names.push_str(base_name);
-        self.previous = start;
         Ok((start..base_start, base_start..self.table.names.len()))
-    }
-
-    fn base_name_of_last(&self) -> usize {
-        self.table.rows.last().map_or(0, |row| row.base_name as usize)
     }
 }
 
