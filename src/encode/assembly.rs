@@ -113,7 +113,8 @@ impl<'a, W: Write> Assembly<'a, W> {
     /// chooses the one that makes the held chunks smallest.
     fn flush(&mut self, plan: &'a Plan) -> Result<()> {
         let known = plan.choice.get().is_some();
-        let candidate = *plan.choice.get_or_init(|| self.smallest(plan).unwrap_or_else(|| first_candidate(self.options, plan)));
+        let candidate =
+            *plan.choice.get_or_init(|| self.smallest(plan).unwrap_or_else(|| self.options.codec.candidates(plan.has_base())[0]));
         if !self.is_begun_in_builder {
             // An unchanged tensor needs no tables. That is known only if all its chunks are held; otherwise assume a change.
             let tables = known || self.held_bytes > self.max_held_bytes || self.held.iter().any(|chunk| changes(chunk, candidate));
@@ -198,10 +199,6 @@ impl Shares {
 fn stored_bytes(set: &TableSet) -> u64 {
     let bytes = set.to_bytes();
     bytes.windows(2).filter(|pair| pair[0] != pair[1]).count() as u64 + 8
-}
-
-fn first_candidate(options: &EncodeOptions, plan: &Plan) -> Candidate {
-    options.codec.candidates(plan.has_base())[0]
 }
 
 /// Whether a chunk has changed lanes if it is coded as `candidate`.

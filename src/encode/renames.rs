@@ -42,7 +42,9 @@ fn resolve(
     target: &dyn Checkpoint,
 ) -> Result<BTreeMap<String, String>> {
     let is_pattern = |name: &str| name.contains('*') && target.find(name).is_none();
-    let (patterns, mut names): (Vec<_>, BTreeMap<_, _>) = partition(renamed, is_pattern);
+    let (mut patterns, names): (Vec<_>, Vec<_>) = renamed.into_iter().partition(|(name, _)| is_pattern(name));
+    patterns.sort_by_key(|(pattern, _)| std::cmp::Reverse(pattern.len()));
+    let mut names = BTreeMap::from_iter(names);
     let mut is_used = vec![false; patterns.len()];
     for info in target.tensors() {
         if patterns.is_empty() || names.contains_key(&info.name) {
@@ -66,15 +68,6 @@ fn resolve(
         return Err(Error::InvalidArgument(format!("the pattern {pattern}={new} renames nothing: {fault}")));
     }
     Ok(names)
-}
-
-type Names = (Vec<(String, String)>, BTreeMap<String, String>);
-
-/// Patterns, the longest first, and names.
-fn partition(renamed: BTreeMap<String, String>, is_pattern: impl Fn(&str) -> bool) -> Names {
-    let (mut patterns, names): (Vec<_>, Vec<_>) = renamed.into_iter().partition(|(name, _)| is_pattern(name));
-    patterns.sort_by_key(|(pattern, _)| std::cmp::Reverse(pattern.len()));
-    (patterns, names.into_iter().collect())
 }
 
 /// `name` as `new` says, if it matches `pattern`: each `*` of `new` stands for the text that the `*` of the same number in `pattern`

@@ -16,7 +16,7 @@ use crate::limits::Limits;
 use crate::prelude::*;
 use alloc::sync::Arc;
 use blake3::Hash;
-use sections::{Sections, count, to_bytes};
+use sections::{Sections, count, table_bytes};
 use std::collections::HashMap;
 use std::io::Write;
 use std::path::PathBuf;
@@ -297,9 +297,9 @@ impl<W: Write> PairBuilder<W> {
             reserved: 0,
             header_crc32: 0,
         };
-        header.header_crc32 = crc32fast::hash(&to_bytes(&header)?[..BLOB_HEADER_CRC_SPAN]);
+        header.header_crc32 = crc32fast::hash(&table_bytes(&[header])?[..BLOB_HEADER_CRC_SPAN]);
         let mut blob_header = [0; BLOB_HEADER_SIZE as usize];
-        blob_header.copy_from_slice(&to_bytes(&header)?);
+        blob_header.copy_from_slice(&table_bytes(&[header])?);
         Ok(Finished { index, blob_header, blob: self.blob })
     }
 }

@@ -122,8 +122,8 @@ impl Sections {
             reserved_1: [0; 12],
             header_crc32: 0,
         };
-        header.header_crc32 = crc32fast::hash(&to_bytes(&header)?[..INDEX_HEADER_CRC_SPAN]);
-        index[..INDEX_HEADER_SIZE as usize].copy_from_slice(&to_bytes(&header)?);
+        header.header_crc32 = crc32fast::hash(&table_bytes(&[header])?[..INDEX_HEADER_CRC_SPAN]);
+        index[..INDEX_HEADER_SIZE as usize].copy_from_slice(&table_bytes(&[header])?);
         let digest = digest::of(&index);
         index.extend(digest.as_bytes());
         Ok(index)
@@ -178,14 +178,7 @@ fn section_compressor() -> Result<impl FnMut(Vec<u8>) -> Result<StoredSection>> 
     Ok(|expanded: Vec<u8>| Ok((expanded.len() as u64, expanded)))
 }
 
-pub(super) fn to_bytes<T>(value: &T) -> Result<Vec<u8>>
-where
-    for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
-{
-    table_bytes(core::slice::from_ref(value))
-}
-
-fn table_bytes<T>(rows: &[T]) -> Result<Vec<u8>>
+pub(super) fn table_bytes<T>(rows: &[T]) -> Result<Vec<u8>>
 where
     for<'a> T: BinWrite<Args<'a> = ()> + binrw::meta::WriteEndian,
 {

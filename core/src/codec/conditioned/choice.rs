@@ -81,12 +81,6 @@ impl Model {
         }
         Self { set: set.clone(), missing, costs: Costs::new(set, missing), divisors }
     }
-
-    /// Returns whether a class has a token.
-    #[inline(always)]
-    fn has(&self, class: u8, token: u8) -> bool {
-        self.divisors.has(class, token)
-    }
 }
 
 /// What an encoder on a device reads of a table set.
@@ -103,9 +97,9 @@ impl ModelTables {
     /// For chunks of lanes of `width` bytes with `low_bits` low bits.
     pub fn new(set: &TableSet, low_bits: u32, width: usize) -> Self {
         let model = Model::new(set, missing_cost(low_bits, width));
-        let entries = model.divisors.entries().to_vec();
+        let entries = model.divisors.entries.clone();
         let present = entries.chunks(256).map(|class| class.iter().take_while(|&&entry| entry != 0).count() as u32);
-        Self { present: present.collect(), costs: model.costs.rows().to_vec(), entries }
+        Self { present: present.collect(), costs: model.costs.0, entries }
     }
 }
 
@@ -137,7 +131,7 @@ impl Fit {
         let mut fit = Self { uncoded, coded: Self::NEVER, class: 0 };
         let rest = row.extra_bits() * BIT + time;
         for (class, cost) in (1..).zip(model.costs.of(&row.counts)) {
-            if cost + rest < fit.coded && (split.low_bits != 0 || model.has(class, 0)) {
+            if cost + rest < fit.coded && (split.low_bits != 0 || model.divisors.has(class, 0)) {
                 (fit.coded, fit.class) = (cost + rest, class);
             }
         }

@@ -78,7 +78,7 @@ pub(super) fn log2(x: u64) -> u64 {
 }
 
 /// Cost of each token in each class of a table set, without extra bits. Row: token. Column: class - 1.
-pub(super) struct Costs(Vec<[u32; MAX_CLASSES]>);
+pub(super) struct Costs(pub Vec<[u32; MAX_CLASSES]>);
 
 impl Costs {
     /// Computes the costs of a set. A symbol of frequency 0 costs `missing`.
@@ -90,11 +90,6 @@ impl Costs {
             }
         }
         Self(costs)
-    }
-
-    /// Returns the costs of each token, per class from class 1 on.
-    pub fn rows(&self) -> &[[u32; MAX_CLASSES]] {
-        &self.0
     }
 
     /// Returns the total cost of a histogram of tokens, per class from class 1 on.

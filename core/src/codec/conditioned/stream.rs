@@ -42,7 +42,8 @@ impl<'a> Stream<'a> {
     /// Starts to decode `stream`, with `count` states and values of at most `bits` bits.
     pub fn begin(stream: &'a [u8], count: usize, bits: u32) -> Result<Self> {
         let mut states = [0u32; STEP];
-        let (initial, words) = stream.split_at_checked(4 * count).ok_or_else(|| broken("states", "too few bytes"))?;
+        let (initial, words) =
+            stream.split_at_checked(4 * count).ok_or_else(|| Rule::PayloadStream.broken("states", "too few bytes"))?;
         for (state, bytes) in states.iter_mut().zip(initial.as_chunks().0) {
             *state = u32::from_le_bytes(*bytes);
             Rule::PayloadStream.check(*state >= RANS_LOWER_BOUND, "states of at least 2^16", *state)?;
@@ -216,14 +217,9 @@ fn encode_step<L: Lane>(
 }
 
 #[cold]
-fn broken(expected: &str, found: &str) -> Error {
-    Rule::PayloadStream.broken(expected, found)
-}
-
-#[cold]
 fn to_error(why: Fault) -> Error {
     match why {
-        Fault::Short => broken("a word for every state that needs one", "the end of the stream"),
+        Fault::Short => Rule::PayloadStream.broken("a word for every state that needs one", "the end of the stream"),
         Fault::Value => Rule::PayloadDeltas.broken("values that fit", "a token of larger values"),
     }
 }

@@ -117,11 +117,8 @@ pub struct DecodeTable<'a> {
 /// Steps of one stream, for [`super::Platform::decode_steps`]. `T` is a lane in memory.
 #[derive(Debug)]
 pub struct StreamSteps<'a, 'w, T> {
-    /// Words of the stream.
     pub words: &'a mut Words<'w>,
-    /// States of the stream.
     pub states: &'a mut [u32; STEP],
-    /// Classes of the coded lanes.
     pub classes: &'a [u8],
     /// Receives one value per class.
     pub values: &'a mut [T],
@@ -166,7 +163,7 @@ impl Words<'_> {
 pub struct EncodeTable {
     /// Entry of a token, at index `class << 8 | token`. Low 12 bits: first slot. Next 12 bits: number of slots, minus 1. High 32
     /// bits: min(⌊2^32 / number⌋, 2^32 − 1). The entry is 0 if the class lacks the token.
-    pub(super) entries: Vec<u64>,
+    pub entries: Vec<u64>,
 }
 
 impl Default for EncodeTable {
@@ -185,12 +182,6 @@ impl EncodeTable {
         self.entries[Self::at(class, token)] = u64::from(start | (count - 1) << 12) | reciprocal << 32;
     }
 
-    /// Returns the entries of all tokens, at index `class << 8 | token`.
-    pub fn entries(&self) -> &[u64] {
-        &self.entries
-    }
-
-    /// Returns whether a class has a token.
     #[inline(always)]
     pub fn has(&self, class: u8, token: u8) -> bool {
         self.entries[Self::at(class, token)] != 0
@@ -308,7 +299,6 @@ impl CountTiles {
         self.lengths.push(lengths);
     }
 
-    /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
         self.lengths.len()
     }

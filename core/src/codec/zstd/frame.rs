@@ -71,7 +71,6 @@ fn check_header(frame: &[u8], size: u64, window_log_max: u32) -> Outcome<usize> 
     if found == size { Ok(frame.len() - rest.len()) } else { Err("another content size") }
 }
 
-/// Expands a frame into a new buffer. The caller has bounded `size`.
 #[cfg(test)]
 pub fn expand(frame: &[u8], size: usize, window_log_max: u32) -> Outcome<Vec<u8>> {
     Expander::default().expand_to_vec(frame, size, window_log_max)
