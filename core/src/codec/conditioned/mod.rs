@@ -13,6 +13,7 @@ mod cost;
 mod decode;
 mod encode;
 #[cfg(any(test, fuzzing))]
+#[path = "tests/model.rs"]
 pub mod model;
 mod parts;
 mod payload;
