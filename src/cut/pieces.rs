@@ -52,12 +52,7 @@ impl<'a> Cut<'a> {
     /// Tensor number, in the other checkpoint, of a piece. For a converted piece, the number of its base tensor.
     #[cfg(feature = "cuda")]
     pub fn tensor(&self, piece: usize) -> usize {
-        self.tensors_of(piece).next().unwrap_or(usize::MAX)
-    }
-
-    /// The tensors of the other checkpoint that a piece needs.
-    pub fn tensors_of(&self, piece: usize) -> impl Iterator<Item = usize> {
-        self.regions_of(piece).map(|region| region.tensor)
+        self.regions_of(piece).next().map_or(usize::MAX, |region| region.tensor)
     }
 
     /// The regions of the other checkpoint that a piece needs.

@@ -47,8 +47,7 @@ impl<'a> Selection<'a> {
 
     /// The numbers, in the whole base, of the tensors that a tensor of [`base`](Self::base) is read from.
     pub fn base_tensors(&self, number: usize) -> Vec<usize> {
-        let cut = self.entries.as_ref().and_then(|entries| entries.base.as_ref());
-        cut.map_or_else(|| vec![number], |base| base.tensors_of(number).collect())
+        self.base_regions(number).into_iter().map(|(tensor, _)| tensor).collect()
     }
 
     /// What a tensor of [`base`](Self::base) is read from: numbers of tensors of the whole base, and rectangles of them, or `None`

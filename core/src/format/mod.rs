@@ -87,11 +87,6 @@ pub const MAX_FILE_NAME_SIZE: u32 = 255;
 /// Maximum rank of a tensor.
 pub const MAX_RANK: u16 = 32;
 
-/// Rounds `x` up to a multiple of `a`: `align(x, a)` of the spec. Returns `None` if the result exceeds 64 bits.
-pub fn align(x: u64, a: u64) -> Option<u64> {
-    x.checked_next_multiple_of(a)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -71,7 +71,7 @@ fn check_sections(header: &IndexHeader) -> Result<()> {
     for &section in Section::ALL {
         let entry = header.section(section);
         let overflow = || broken(section, "end within", header.index_size, entry.stored_size);
-        let offset = align(end, SECTION_ALIGN).ok_or_else(overflow)?;
+        let offset = end.checked_next_multiple_of(SECTION_ALIGN).ok_or_else(overflow)?;
         if entry.offset != offset {
             return Err(broken(section, "offset", offset, entry.offset));
         }
@@ -92,7 +92,7 @@ fn check_sections(header: &IndexHeader) -> Result<()> {
         }
         end = offset.checked_add(entry.stored_size).filter(|&e| e <= header.index_size).ok_or_else(overflow)?;
     }
-    let size = align(end, SECTION_ALIGN).and_then(|e| e.checked_add(PAIR_DIGEST_SIZE));
+    let size = end.checked_next_multiple_of(SECTION_ALIGN).and_then(|e| e.checked_add(PAIR_DIGEST_SIZE));
     Rule::HeaderIndexSize.check_eq(size.unwrap_or(u64::MAX), header.index_size)
 }
 

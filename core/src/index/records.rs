@@ -65,7 +65,7 @@ fn check(
     let (base, target) = (sums.base_sum.get(), sums.target_sum.get());
     Rule::RecordSums.check(tensor.base_kind != BaseKind::None || base == 0, "a base sum of 0 without a base", base)?;
     Rule::RecordSums.check(changed != 0 || base == target, "equal sums of an unchanged chunk", target)?;
-    let next = end.checked_add(u64::from(compressed)).and_then(|x| align(x, PAYLOAD_ALIGN));
+    let next = end.checked_add(u64::from(compressed)).and_then(|x| x.checked_next_multiple_of(PAYLOAD_ALIGN));
     next.ok_or_else(|| Rule::RecordBlobOffset.broken("an offset below 2^64", end))
 }
 
