@@ -1,1 +1,1 @@
-../build.rs
+../cuda/build.rs

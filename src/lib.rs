@@ -39,7 +39,7 @@
 //! | encode the slices that a rank holds | [`Encode`] with a [`SliceCheckpoint`]; [`Rectangle::shard`], [`Rectangle::intersection`] |
 //! | rebuild or change slices of tensors, from slices of a base | [`Apply::to_slices`], [`Apply::in_place_slices`], [`SliceCheckpoint`] |
 //! | read checkpoints | [`SafetensorsCheckpoint`] for files and sharded folders, [`MemoryCheckpoint`] for memory, or your own [`Checkpoint`] |
-//! | decode on a CUDA device | [`Apply::on`]; module `cuda` for tensors in device memory |
+//! | decode on a CUDA device | [`Apply::on`]; crate `tpde-cuda`, which also takes tensors in device memory |
 //! | show progress, or stop the work | `progress` and `watch` of each builder, [`Watch`] |
 //!
 //! Files are read in ranges, so a model need not fit in memory. Work runs on the threads of the current rayon pool.
@@ -51,8 +51,6 @@
 //!
 //! No feature is enabled by default.
 //!
-//! - `cuda`: module `cuda`. The driver is loaded at run time; building needs no toolkit.
-//! - `nvcomp`: module `cuda`, and nvCOMP for payloads of codec `zstd` of trusted pairs. It is loaded at run time.
 //! - `mmap`: `Pair::open_mapped` and `MappedSource`, and large pages for large buffers on Linux.
 //! - `arbitrary`: the trait `Arbitrary` for the records of the format, for fuzzing.
 
@@ -65,14 +63,13 @@ mod base;
 mod batches;
 mod chain;
 mod checkpoint;
-#[cfg(feature = "cuda")]
-pub mod cuda;
 mod cut;
 mod encode;
 mod hint;
 #[doc(hidden)]
 pub mod internals;
 mod merge;
+#[doc(hidden)]
 mod pair_files;
 mod publish;
 mod reader;
@@ -89,10 +86,6 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/rust.md")]
 struct Guide;
-
-#[cfg(all(doctest, feature = "cuda"))]
-#[doc = include_str!("../docs/cuda.md")]
-struct Cuda;
 
 pub use apply::{
     Accelerator, Apply, ApplyReport, Authenticity, Changes, InPlace, Moves, Sink, TensorHashes, TensorMut, Verification, Verify,

@@ -16,10 +16,10 @@ use tpde_core::writer::Finished;
 const WRITE_BUFFER: usize = 256 << 10;
 
 /// The blob of a new pair, written without its name.
-pub(crate) type NewBlob = BufWriter<Arc<File>>;
+pub type NewBlob = BufWriter<Arc<File>>;
 
 /// The files of a new pair, written without their names. They are removed on drop, unless they were published.
-pub(crate) struct NewPair {
+pub struct NewPair {
     pub paths: PairPaths,
     publication: Publication,
     index: Arc<File>,

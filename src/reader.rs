@@ -323,7 +323,7 @@ fn read_index(file: &FileSource, options: &OpenOptions) -> Result<ValidatedIndex
 }
 
 /// The payload of a record, after checking its CRC, its digest if one is known, and its padding.
-pub(crate) fn checked_payload<'a>(
+pub fn checked_payload<'a>(
     blob: &'a (impl Source + ?Sized),
     record: &ChunkMetadata,
     digest: Option<&[u8; DIGEST_SIZE]>,

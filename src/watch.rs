@@ -35,7 +35,7 @@ impl Watch for NoProgress<'_> {
 
 /// The watcher that a builder holds.
 #[derive(Default)]
-pub(crate) enum Watcher<'a> {
+pub enum Watcher<'a> {
     /// No watcher.
     #[default]
     Nobody,
@@ -57,20 +57,22 @@ impl Watch for Watcher<'_> {
 
 /// Defines the methods `progress` and `watch` of a builder that has a field `watcher: Watcher<'a>`. `$total` says in the
 /// documentation how many bytes will be reported.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! progress_methods {
     ($total:literal) => {
         /// Calls `report`, from any thread, with the number of bytes done since the previous call. The total is
         #[doc = concat!($total, ".")]
         pub fn progress(mut self, report: impl Fn(u64) + Send + Sync + 'a) -> Self {
-            self.watcher = $crate::watch::Watcher::Closure(Box::new(report));
+            self.watcher = Watcher::Closure(Box::new(report));
             self
         }
 
         /// Like [`progress`](Self::progress), with a watcher that can also stop the work.
-        pub fn watch(mut self, watch: &'a dyn $crate::watch::Watch) -> Self {
-            self.watcher = $crate::watch::Watcher::Borrowed(watch);
+        pub fn watch(mut self, watch: &'a dyn $crate::Watch) -> Self {
+            self.watcher = Watcher::Borrowed(watch);
             self
         }
     };
 }
-pub(crate) use progress_methods;
+pub use progress_methods;

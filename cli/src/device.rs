@@ -65,8 +65,8 @@ impl DeviceArgs {
             DeviceName::Cpu => Ok(None),
             #[cfg(feature = "nvcomp")]
             DeviceName::Cuda(ordinal) if self.trust => {
-                let (device, nvcomp) = (open_cuda(ordinal)?, tpde::cuda::Nvcomp::load()?);
-                Ok(Some(Box::new(tpde::cuda::NvcompDevice { device, nvcomp })))
+                let (device, nvcomp) = (open_cuda(ordinal)?, tpde_cuda::Nvcomp::load()?);
+                Ok(Some(Box::new(tpde_cuda::NvcompDevice { device, nvcomp })))
             }
             DeviceName::Cuda(ordinal) => Ok(Some(Box::new(open_cuda(ordinal)?))),
         }
@@ -75,8 +75,8 @@ impl DeviceArgs {
 
 /// Opens a CUDA device.
 #[cfg(feature = "cuda")]
-pub fn open_cuda(ordinal: u32) -> Result<tpde::cuda::Device> {
-    let device = tpde::cuda::Device::open(ordinal)?;
+pub fn open_cuda(ordinal: u32) -> Result<tpde_cuda::Device> {
+    let device = tpde_cuda::Device::open(ordinal)?;
     tracing::info!(name = device.name(), first_call = ?device.first_call(), "device");
     Ok(device)
 }

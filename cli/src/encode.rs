@@ -195,15 +195,15 @@ impl Encode {
     #[cfg(feature = "cuda")]
     fn encode_on(
         &self,
-        device: &tpde::cuda::Device,
+        device: &tpde_cuda::Device,
         base: Option<&SafetensorsCheckpoint>,
         target: &SafetensorsCheckpoint,
         options: EncodeOptions,
         common: &Common,
     ) -> Result<NewPair> {
         use tpde::Checkpoint;
-        use tpde::cuda::{self, DeviceCheckpoint};
-        cuda::Encode::check_options(&options)?;
+        use tpde_cuda::DeviceCheckpoint;
+        tpde_cuda::Encode::check_options(&options)?;
         let base = base.map(|base| base as &dyn Checkpoint);
         let size = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum::<u64>();
         // The target is read, and then encoded.
@@ -211,7 +211,7 @@ impl Encode {
         self.made.timed(bytes, "encode", common, |bar| {
             let upload = |checkpoint| DeviceCheckpoint::upload_watched(device, checkpoint, &|bytes| bar.inc(bytes));
             let (on_device, base_on_device) = (upload(target)?, base.map(upload).transpose()?);
-            let mut encode = cuda::Encode::new(&on_device).options(options).inputs(&self.rename_map).read_from(target, base);
+            let mut encode = tpde_cuda::Encode::new(&on_device).options(options).inputs(&self.rename_map).read_from(target, base);
             if let Some(base) = &base_on_device {
                 encode = encode.base(base);
             }

@@ -61,22 +61,22 @@ impl Fold {
     #[cfg(feature = "cuda")]
     fn fold_on(
         &self,
-        device: &tpde::cuda::Device,
+        device: &tpde_cuda::Device,
         chain: &Chain<'_, FileSource>,
         opened: &OpenedChain,
         common: &Common,
     ) -> Result<NewPair> {
         use tpde::Checkpoint;
-        use tpde::cuda::{self, DeviceCheckpoint, Rebuild};
+        use tpde_cuda::{DeviceCheckpoint, Rebuild};
         let options = self.made.options();
-        cuda::Encode::check_fold(chain, &options, &self.made.output, self.made.force)?;
+        tpde_cuda::Encode::check_fold(chain, &options, &self.made.output, self.made.force)?;
         let size = |checkpoint: &dyn Checkpoint| checkpoint.tensors().iter().map(|tensor| tensor.bytes()).sum::<u64>();
         let steps = opened.pairs.iter().map(|pair| pair.index().tensor_bytes().1).sum::<u64>();
         self.made.timed(size(chain.base()) + steps + size(chain), "fold", common, |bar| {
             let done = |bytes| bar.inc(bytes);
             let base = DeviceCheckpoint::upload_watched(device, chain.base(), &done)?;
             let last = Rebuild::new(chain, &base).progress(done).run()?;
-            let encode = cuda::Encode::fold(chain, &base, &last).options(options);
+            let encode = tpde_cuda::Encode::fold(chain, &base, &last).options(options);
             encode.overwrite(self.made.force).progress(done).to_path(&self.made.output)
         })
     }

@@ -1,4 +1,4 @@
-// Arguments of the kernel of digests.cu; `cuda/application/digests.rs` has the same structs.
+// Arguments of the kernel of digests.cu; `cuda/src/application/digests.rs` has the same structs.
 #pragma once
 #include "common/format.cuh"
 

@@ -1,4 +1,4 @@
-// Arguments of the kernel of hash.cu; `cuda/hashes.rs` has the same structs.
+// Arguments of the kernel of hash.cu; `cuda/src/hashes.rs` has the same structs.
 #pragma once
 #include "common/format.cuh"
 

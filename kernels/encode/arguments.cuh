@@ -1,4 +1,4 @@
-// Arguments of the kernels in encode/; `cuda/encode/abi.rs` has the same structs.
+// Arguments of the kernels in encode/; `cuda/src/abi.rs` has the same structs.
 #pragma once
 #include "common/format.cuh"
 

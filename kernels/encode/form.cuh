@@ -1,4 +1,4 @@
-// Arguments of `tpde_encode_form`; `cuda/encode/convert.rs` has the same structs.
+// Arguments of `tpde_encode_form`; `cuda/src/encode/convert.rs` has the same structs.
 #pragma once
 #include "common/format.cuh"
 

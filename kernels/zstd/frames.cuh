@@ -1,4 +1,4 @@
-// Arguments of the kernels of frames.cu; `cuda/application/frames.rs` has the same struct.
+// Arguments of the kernels of frames.cu; `cuda/src/application/frames.rs` has the same struct.
 #pragma once
 #include "common/format.cuh"
 

@@ -6,8 +6,8 @@ use crate::read_ahead::ReadAhead;
 use crate::run::Steering;
 use std::collections::HashMap;
 use std::sync::Arc;
-use tpde::cuda::{Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, TensorSlice};
 use tpde::{Apply, BaseKind, Error, Escaped, FileSource, Result, Tensor};
+use tpde_cuda::{Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, TensorSlice};
 
 /// The tensors that a pair is bound to, or the slices of tensors.
 pub struct BoundTensors {

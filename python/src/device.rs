@@ -4,25 +4,24 @@ use crate::errors;
 use crate::run::run;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
-use tpde::cuda;
 
 /// A CUDA device. Each process opens a device once and shares the handle.
 #[pyclass(frozen, module = "tpde._tpde")]
-pub struct Device(pub cuda::Device);
+pub struct Device(pub tpde_cuda::Device);
 
 #[pymethods]
 impl Device {
     /// Opens the device with this ordinal. PyTorch and the driver use the same ordinals.
     #[new]
     fn open(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
-        static OPEN: Mutex<Vec<(u32, u32, cuda::Device)>> = Mutex::new(Vec::new());
+        static OPEN: Mutex<Vec<(u32, u32, tpde_cuda::Device)>> = Mutex::new(Vec::new());
         run(py, None, 0, |_| {
             let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
             let key = (std::process::id(), ordinal);
             if let Some((.., device)) = open.iter().find(|(process, ordinal, _)| (*process, *ordinal) == key) {
                 return Ok(Self(device.clone()));
             }
-            let device = cuda::Device::open(ordinal)?;
+            let device = tpde_cuda::Device::open(ordinal)?;
             open.push((key.0, key.1, device.clone()));
             Ok(Self(device))
         })
@@ -55,7 +54,7 @@ impl Device {
 
 /// A graph that a stream was captured into.
 #[pyclass(frozen, module = "tpde._tpde")]
-pub struct Graph(cuda::Graph);
+pub struct Graph(tpde_cuda::Graph);
 
 #[pymethods]
 impl Graph {

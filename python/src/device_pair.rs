@@ -15,10 +15,10 @@ use crate::run::{LOOK, run, run_here, tell};
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
-use tpde::cuda::{
+use tpde::{Codec, Error, FileSource, InPlace, Result, Source};
+use tpde_cuda::{
     Application, ApplyChain, ApplyPlan, BlobPart, ChainStep, DeviceIndex, DeviceSlice, Mode, Payloads, Pending, PinnedBuffer,
 };
-use tpde::{Codec, Error, FileSource, InPlace, Result, Source};
 
 /// Size in bytes of one read of the blob, and of its copy to the device.
 const PIECE: usize = 16 << 20;

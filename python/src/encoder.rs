@@ -12,20 +12,20 @@ use crate::run::run;
 use pyo3::prelude::*;
 use std::path::PathBuf;
 use tpde::Result;
-use tpde::cuda::{self, DeviceCheckpoint, Encode};
+use tpde_cuda::{DeviceCheckpoint, Encode};
 
 /// Encodes tensors on a CUDA device. Keeps device memory and pinned memory from one pair to the next.
 #[pyclass(frozen, module = "tpde._tpde")]
 pub struct Encoder {
-    device: cuda::Device,
-    memory: cuda::Encoder,
+    device: tpde_cuda::Device,
+    memory: tpde_cuda::Encoder,
 }
 
 #[pymethods]
 impl Encoder {
     #[new]
     fn new(device: &Device) -> Self {
-        Self { device: device.0.clone(), memory: cuda::Encoder::new() }
+        Self { device: device.0.clone(), memory: tpde_cuda::Encoder::new() }
     }
 
     /// Writes a pair. `base_pair` is the pair of which the base is the target: its target digests are not computed again. Work

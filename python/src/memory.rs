@@ -5,9 +5,9 @@ use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use tpde::cuda::{DeviceSlice, TensorSlice};
 use tpde::{Checkpoint, Dtype, FusedSlices, MemoryCheckpoint, Rectangle, Result, Slice, SliceCheckpoint, TensorInfo};
 use tpde_core::layout::StridedLayout;
+use tpde_cuda::{DeviceSlice, TensorSlice};
 
 /// A tensor: name, dtype, dims, address, size in bytes, and an object that keeps the memory in place.
 ///

@@ -10,8 +10,8 @@ use crate::run::LOOK;
 use pyo3::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
-use tpde::cuda::{self, DeviceIndex, DeviceSlice};
 use tpde::{FileSource, Result};
+use tpde_cuda::{DeviceIndex, DeviceSlice};
 
 /// An opened pair, and its index on the device unless the memory for it was too small.
 type OpenedPair = (Arc<tpde::Pair<FileSource>>, Option<DeviceIndex>, Option<ReadAhead>);
@@ -68,7 +68,7 @@ impl Drop for Opening {
     }
 }
 
-fn upload(device: &cuda::Device, pair: &tpde::Pair<FileSource>, (address, bytes): DeviceMemory) -> Result<DeviceIndex> {
+fn upload(device: &tpde_cuda::Device, pair: &tpde::Pair<FileSource>, (address, bytes): DeviceMemory) -> Result<DeviceIndex> {
     // SAFETY: `Opening` holds the owner of the memory until the upload has been queued, and `tpde/_device.py` holds it after that. The
     // tensor is recorded with the copy stream.
     let memory = unsafe { DeviceSlice::from_raw(address, bytes) };

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use tpde::{
     Apply, Chain, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FileSource, FormatVersion,
-    Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify, cuda,
+    Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -220,17 +220,17 @@ pub fn fold(
 
 /// Folds a chain on a device.
 fn fold_on(
-    device: &cuda::Device,
+    device: &tpde_cuda::Device,
     chain: &Chain<'_, FileSource>,
     options: EncodeOptions,
     replace: bool,
     path: &Path,
     steering: &Steering,
 ) -> Result<EncodeReport> {
-    cuda::Encode::check_fold(chain, &options, path, replace)?;
-    let base = cuda::DeviceCheckpoint::upload_watched(device, chain.base(), steering)?;
-    let last = cuda::Rebuild::new(chain, &base).watch(steering).run()?;
-    cuda::Encode::fold(chain, &base, &last).options(options).overwrite(replace).watch(steering).to_path(path)
+    tpde_cuda::Encode::check_fold(chain, &options, path, replace)?;
+    let base = tpde_cuda::DeviceCheckpoint::upload_watched(device, chain.base(), steering)?;
+    let last = tpde_cuda::Rebuild::new(chain, &base).watch(steering).run()?;
+    tpde_cuda::Encode::fold(chain, &base, &last).options(options).overwrite(replace).watch(steering).to_path(path)
 }
 
 /// Applies pairs, one after the other.

@@ -3,8 +3,8 @@
 use crate::later::Later;
 use rayon::prelude::*;
 use std::sync::Arc;
-use tpde::cuda::{Device, PinnedBuffer};
 use tpde::{FileSource, Pair, Result, Source};
+use tpde_cuda::{Device, PinnedBuffer};
 
 /// Maximum size in bytes of a blob that is read ahead. The device keeps pinned memory for later calls.
 const MAX_BYTES: u64 = 64 << 20;

@@ -5,8 +5,8 @@ use crate::errors;
 use crate::memory::Memory;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError, TryLockError};
-use tpde::cuda::{self, Application, ApplyPlan, Pending};
 use tpde::{Error, Result};
+use tpde_cuda::{Application, ApplyPlan, Pending};
 
 /// Owners of the memory that a rebuild uses. Held as long as the rebuild.
 pub struct Owners(pub Vec<Memory>);
@@ -123,7 +123,7 @@ impl Launched {
 
 /// A rebuild that was captured into a graph.
 #[pyclass(frozen, module = "tpde._tpde")]
-pub struct Captured(cuda::Captured);
+pub struct Captured(tpde_cuda::Captured);
 
 #[pymethods]
 impl Captured {

@@ -13,9 +13,7 @@ use std::sync::PoisonError;
 use tpde_core::digest::{PieceHasher, short};
 use tpde_core::error::{Error, Escaped, Result, Rule, hex};
 use tpde_core::format::DIGEST_SIZE;
-use tpde_core::index::Tensor;
-#[cfg(feature = "cuda")]
-use tpde_core::index::ValidatedIndex;
+use tpde_core::index::{Tensor, ValidatedIndex};
 use tpde_core::layout::StridedLayout;
 use tpde_core::rectangle::Rectangle;
 use tpde_core::source::Source;
@@ -127,7 +125,8 @@ impl<'a, B: Source> Chain<'a, B> {
     }
 
     /// The parts in which the last pair describes tensors.
-    pub(crate) fn cuts(&self) -> BTreeMap<String, Vec<Rectangle>> {
+    #[doc(hidden)]
+    pub fn cuts(&self) -> BTreeMap<String, Vec<Rectangle>> {
         names::cuts(&self.steps)
     }
 
@@ -152,14 +151,14 @@ impl<'a, B: Source> Chain<'a, B> {
     }
 
     /// The pairs, in the order in which they are applied.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn pairs(&self) -> impl ExactSizeIterator<Item = &'a Pair<B>> {
+    #[doc(hidden)]
+    pub fn pairs(&self) -> impl ExactSizeIterator<Item = &'a Pair<B>> {
         self.steps.iter().map(|step| step.pair)
     }
 
     /// Rebuilds a chunk of step `step`, counted from 0, for its checks alone.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn check_chunk(&self, step: usize, chunk: u32) -> Result<()> {
+    #[doc(hidden)]
+    pub fn check_chunk(&self, step: usize, chunk: u32) -> Result<()> {
         let Some(of) = self.steps.get(step) else { return Ok(()) };
         let Some(tensor) = of.pair.index().tensors().find(|tensor| tensor.chunks().contains(&chunk)) else { return Ok(()) };
         let lanes = tensor.chunk_range(chunk);
@@ -169,7 +168,8 @@ impl<'a, B: Source> Chain<'a, B> {
     }
 
     /// An error of step `step`, counted from 0.
-    pub(crate) fn at_step(&self, step: usize, source: Error) -> Error {
+    #[doc(hidden)]
+    pub fn at_step(&self, step: usize, source: Error) -> Error {
         Error::Step { number: step + 1, pair: self.steps[step].label.clone(), source: Box::new(source) }
     }
 
@@ -296,8 +296,8 @@ impl<'a, B: Source> Chain<'a, B> {
 
     /// Compares the target digests in the index of a fold with those of the last pair: those of tensors and parts that both have.
     /// Unlike [`Checkpoint::check_digests`], reads nothing.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn check_index(&self, index: &ValidatedIndex) -> Result<()> {
+    #[doc(hidden)]
+    pub fn check_index(&self, index: &ValidatedIndex) -> Result<()> {
         let Some(last) = self.steps.len().checked_sub(1) else { return Ok(()) };
         for tensor in index.tensors() {
             let Some(tensor_index) = self.find(tensor.name) else { continue };

@@ -19,7 +19,7 @@ const TRANSPOSED_BYTES: u64 = 1 << 20;
 ///
 /// Long ranges cost less per lane, because each read also reads the scales of its range. A read of form `mxfp4_transposed` reads a
 /// part of each row of the base. Memory of a read: 3 MiB, or for form `fp8_blocks` at most 8 bytes per lane.
-pub(crate) struct ConvertedTensor {
+pub struct ConvertedTensor {
     dtype: Dtype,
     base_dtype: Dtype,
     /// Extents of the rectangle.
@@ -58,7 +58,7 @@ impl ConvertedTensor {
     }
 
     /// The regions of the base tensor and of the tensor of scales.
-    pub fn regions(&self) -> (&Region, Option<&Region>) {
+    pub(super) fn regions(&self) -> (&Region, Option<&Region>) {
         (&self.base, self.scales.as_ref().map(|(_, scales)| scales))
     }
 

@@ -6,6 +6,6 @@ mod converted;
 mod pieces;
 mod runs;
 
-pub(crate) use converted::ConvertedTensor;
+pub use converted::ConvertedTensor;
 pub(crate) use pieces::{Cut, Piece};
 pub(crate) use runs::read_runs;

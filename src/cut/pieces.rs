@@ -50,7 +50,6 @@ impl<'a> Cut<'a> {
     }
 
     /// Tensor number, in the other checkpoint, of a piece. For a converted piece, the number of its base tensor.
-    #[cfg(feature = "cuda")]
     pub fn tensor(&self, piece: usize) -> usize {
         self.regions_of(piece).next().map_or(usize::MAX, |region| region.tensor)
     }

@@ -13,7 +13,7 @@ use tpde_core::rectangle::{Rectangle, part_fault, precedes};
 use tpde_core::writer::{DerivedSpec, PartSpec};
 
 /// What an encoding reads of base and target: all tensors, or the entries of a pair with parts.
-pub(crate) struct Selection<'a> {
+pub struct Selection<'a> {
     base: Option<&'a dyn Checkpoint>,
     target: &'a dyn Checkpoint,
     entries: Option<Entries<'a>>,
@@ -59,7 +59,6 @@ impl<'a> Selection<'a> {
     }
 
     /// The number, in the whole target, of a tensor of [`target`](Self::target).
-    #[cfg(feature = "cuda")]
     pub fn target_tensor(&self, number: usize) -> usize {
         self.entries.as_ref().map_or(number, |entries| entries.target.tensor(number))
     }

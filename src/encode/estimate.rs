@@ -25,7 +25,7 @@ const SPARSE: u64 = 1 << 11;
 
 /// Lanes of a tensor whose payload is estimated.
 #[derive(Clone, Copy)]
-pub(crate) struct LaneRange<'a> {
+pub struct LaneRange<'a> {
     pub plan: &'a Plan,
     pub from_base: bool,
     pub first: u64,
@@ -34,7 +34,7 @@ pub(crate) struct LaneRange<'a> {
 
 /// Estimated payload of a range.
 #[derive(Clone, Copy)]
-pub(crate) struct LaneEstimate {
+pub struct LaneEstimate {
     /// Number of lanes that change.
     pub changed: u32,
     /// Size of the payload of codec `conditioned` in bytes, with the tables of the plan.
@@ -42,7 +42,7 @@ pub(crate) struct LaneEstimate {
 }
 
 /// Reads lanes, on the processor or on a device.
-pub(crate) trait Estimator {
+pub trait Estimator {
     /// Samples pieces of tensors: as [`train_with`] needs it.
     fn sample(&mut self, pieces: Pieces<'_, '_>, add: &mut dyn FnMut(Group, Sample)) -> Result<()>;
 
@@ -98,7 +98,7 @@ impl Estimate {
 }
 
 /// Trains tables, and sets tables and choice of every plan.
-pub(crate) fn choose_coding(options: &EncodeOptions, plans: &mut [Plan], estimator: &mut impl Estimator) -> Result<()> {
+pub fn choose_coding(options: &EncodeOptions, plans: &mut [Plan], estimator: &mut impl Estimator) -> Result<()> {
     let group_of_based = |_, plan: &Plan| plan.has_base().then(|| group_in(plan, true));
     train_with(options, plans, &group_of_based, |pieces, add| estimator.sample(pieces, add))?;
     let based = estimates(plans, estimator, true, |_, plan| plan.has_base())?;

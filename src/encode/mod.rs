@@ -8,14 +8,18 @@ mod bases;
 mod builder;
 mod candidates;
 mod cuts;
+#[doc(hidden)]
 mod estimate;
 mod explain;
 mod options;
+#[doc(hidden)]
 mod plan;
 mod processor;
+#[doc(hidden)]
 mod renames;
 mod run;
 mod split;
+#[doc(hidden)]
 mod train;
 
 pub use bases::{UnusedBase, UnusedCause};
@@ -25,18 +29,11 @@ pub use options::{CodecChoice, EncodeOptions, Favor};
 pub use run::{EncodeReport, PartReport, TensorReport, encode};
 pub use split::Split;
 
-// The encoder on a device shares these.
-#[cfg(feature = "cuda")]
-pub(crate) use cuts::Selection;
-#[cfg(feature = "cuda")]
-pub(crate) use estimate::{Estimator, LaneEstimate, LaneRange, choose_coding};
-#[cfg(feature = "cuda")]
-pub(crate) use options::Candidate;
-#[cfg(feature = "cuda")]
-pub(crate) use plan::{Plan, check_holdable, low_bits};
-#[cfg(feature = "cuda")]
-pub(crate) use renames::ChainNames;
-#[cfg(feature = "cuda")]
-pub(crate) use run::{check_options, report};
-#[cfg(feature = "cuda")]
-pub(crate) use train::{Group, PIECE, Pieces, group, train_with};
+// The encoder on a device shares these, through `internals`.
+pub use cuts::Selection;
+pub use estimate::{Estimator, LaneEstimate, LaneRange, choose_coding};
+pub use options::Candidate;
+pub use plan::{Plan, check_holdable, low_bits};
+pub use renames::ChainNames;
+pub use run::{check_options, report};
+pub use train::{Group, PIECE, Pieces, group, train_with};

@@ -111,7 +111,8 @@ impl EncodeOptions {
         self.renamed.get(name).map_or(name, String::as_str)
     }
 
-    pub(crate) fn form(&self) -> Form {
+    #[doc(hidden)]
+    pub fn form(&self) -> Form {
         Form { version: self.format, payload_digests: self.payload_digests }
     }
 }
@@ -151,7 +152,8 @@ impl Favor {
     }
 
     /// The weight of decoding time, for this value of the option `chunk_lanes`.
-    pub(crate) fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
+    #[doc(hidden)]
+    pub fn decode_cost(self, chunk_lanes: u64) -> DecodeCost {
         let streams = if chunk_lanes <= LANES_FOR_LATENCY { WARPS } else { 1 };
         match self {
             Self::Ratio if streams_are_short(chunk_lanes) => {
@@ -255,7 +257,8 @@ impl CodecChoice {
 
 /// A candidate for the coding of a tensor: from its base or from zeros, with one codec for all its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Candidate {
+#[doc(hidden)]
+pub struct Candidate {
     pub from_base: bool,
     pub codec: Codec,
 }

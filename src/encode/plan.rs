@@ -12,7 +12,7 @@ use tpde_core::limits::Limits;
 use tpde_core::writer::{DerivedSpec, FileSpec, PartSpec, TensorSpec};
 
 /// One target tensor with its base. The struct is small, because a model may have very many tensors.
-pub(crate) struct Plan {
+pub struct Plan {
     /// Index of the tensor in the target.
     pub target: u32,
     /// Index of the base tensor in the base.
@@ -102,17 +102,12 @@ impl Plan {
 
 /// Number of bits of each delta that codec `conditioned` stores uncoded: mantissa and sign if the lanes are floats coded from
 /// zeros, otherwise 0.
-pub(crate) fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
+pub fn low_bits(dtype: Dtype, from_base: bool) -> u32 {
     if from_base { 0 } else { dtype.mantissa_bits().map_or(0, |bits| bits + 1) }
 }
 
 /// Returns an error for tensors and files that the format cannot hold. Called before any lane is read.
-pub(crate) fn check_holdable(
-    base: Option<&dyn Checkpoint>,
-    target: &dyn Checkpoint,
-    plans: &[Plan],
-    files: &[FileSpec],
-) -> Result<()> {
+pub fn check_holdable(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, plans: &[Plan], files: &[FileSpec]) -> Result<()> {
     let max_section = Limits::default().section_size;
     let mut chunks = 0u64;
     for plan in plans {

@@ -9,7 +9,7 @@ use tpde_core::rectangle::Rectangle;
 
 /// Renamed tensors and cuts of a chain. They apply where the options do not say otherwise.
 #[derive(Debug, Default)]
-pub(crate) struct ChainNames {
+pub struct ChainNames {
     pub renamed: BTreeMap<String, String>,
     pub cuts: BTreeMap<String, Vec<Rectangle>>,
 }

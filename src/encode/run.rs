@@ -221,7 +221,8 @@ fn check_digests<W>(
     base.check_digests(&mut copied.chain(converted_from))
 }
 
-pub(crate) fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {
+/// Checks what options ask for, before data is read.
+pub fn check_options(base: Option<&dyn Checkpoint>, target: &dyn Checkpoint, options: &EncodeOptions) -> Result<()> {
     if !options.chunk_lanes.is_power_of_two() || options.chunk_lanes < 1 << MIN_CHUNK_LANES_LOG2 {
         return Err(Error::InvalidArgument(format!(
             "{} lanes per chunk: expected a power of two of at least 4096",
@@ -265,7 +266,7 @@ fn encode_chunk(
 }
 
 /// `in_use` gives the numbers of the base tensors that the target uses.
-pub(crate) fn report<W>(
+pub fn report<W>(
     finished: &Finished<W>,
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,

@@ -15,7 +15,7 @@ use tpde_core::error::Result;
 use tpde_core::lane::Dtype;
 
 /// Number of lanes per piece. A piece is the unit of sampling.
-pub(crate) const PIECE: u64 = 1 << 14;
+pub const PIECE: u64 = 1 << 14;
 /// Range for the number of pieces that the first round samples per group. Within it, the number is a tenth of the group's pieces.
 const PIECES: std::ops::RangeInclusive<u64> = 128..=512;
 /// Later rounds sample a group until its samples have this many changes, or until all its pieces are sampled.
@@ -25,7 +25,7 @@ const CHANGES: u64 = 1 << 11;
 ///
 /// Lanes of a derived base lack low bits, or have few values, so their changes differ from those of other bases.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Group {
+pub struct Group {
     pub dtype: Dtype,
     /// `true` if the lanes are coded from a base, `false` if from zeros.
     pub from_base: bool,
@@ -53,7 +53,7 @@ fn stride(all: u64, favor: Favor) -> u64 {
     }
 }
 
-pub(crate) fn group(plan: &Plan) -> Group {
+pub fn group(plan: &Plan) -> Group {
     group_in(plan, plan.has_base())
 }
 
@@ -95,11 +95,11 @@ pub(super) fn train(
 }
 
 /// Pieces to sample: a plan, its group, and the number of the piece in its tensor.
-pub(crate) type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, Group, u64)>;
+pub type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, Group, u64)>;
 
 /// [`train`], for any way to sample pieces, and for the tensors to which `group_of` gives a group. `sample` is called once per round, and passes the
 /// samples to its second argument, in any order.
-pub(crate) fn train_with(
+pub fn train_with(
     options: &EncodeOptions,
     plans: &[Plan],
     group_of: &dyn Fn(usize, &Plan) -> Option<Group>,

@@ -227,11 +227,7 @@ const STORED_SHARE: u64 = 8192;
 /// # Errors
 /// [`Error::BadCheckpoint`] if other programs may read other tensors than this library where target or base are;
 /// [`Error::Io`].
-pub(crate) fn file_specs(
-    target: &dyn CheckpointFiles,
-    tensor_bytes: u64,
-    base: Option<&dyn CheckpointFiles>,
-) -> Result<Vec<FileSpec>> {
+pub fn file_specs(target: &dyn CheckpointFiles, tensor_bytes: u64, base: Option<&dyn CheckpointFiles>) -> Result<Vec<FileSpec>> {
     [Some(target), base].into_iter().flatten().try_for_each(|files| files.check_unambiguous())?;
     let missing = |name: &str| Error::InvalidArgument(format!("the target has no file {}", Escaped(name)));
     let names = target.names();

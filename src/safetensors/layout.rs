@@ -190,7 +190,7 @@ pub(crate) fn outputs(
 ///
 /// # Errors
 /// [`Error::NotWritable`], as for [`outputs`].
-pub(crate) fn check_composable(tensors: &[TensorInfo]) -> Result<()> {
+pub fn check_composable(tensors: &[TensorInfo]) -> Result<()> {
     compose(tensors.to_vec()).map(|_| ())
 }
 

@@ -14,11 +14,10 @@ mod layout;
 mod neighbours;
 
 pub(crate) use as_base::{TargetContent, base_fault};
-pub use checkpoint::SafetensorsCheckpoint;
-pub(crate) use checkpoint::{check_as_base, file_specs};
+pub(crate) use checkpoint::check_as_base;
+pub use checkpoint::{SafetensorsCheckpoint, file_specs};
 pub(crate) use header::tensor_names;
-pub(crate) use layout::{
-    Location, Locations, Output, check_composable, check_target_files, compose, display_name, outputs, target_metadata,
-};
+pub use layout::check_composable;
+pub(crate) use layout::{Location, Locations, Output, check_target_files, compose, display_name, outputs, target_metadata};
 pub(crate) use neighbours::Neighbours;
 pub use neighbours::check_neighbours;

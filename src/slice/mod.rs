@@ -4,11 +4,11 @@
 
 mod checkpoint;
 mod memory;
+#[doc(hidden)]
 mod view;
 
 pub use checkpoint::SliceCheckpoint;
 pub use memory::{FusedSlices, Slice, SliceMut};
 pub(crate) use memory::{Memories, PlacedSlice};
-#[cfg(feature = "cuda")]
-pub(crate) use view::Views;
-pub(crate) use view::{View, check_disjoint};
+pub(crate) use view::check_disjoint;
+pub use view::{View, Views};

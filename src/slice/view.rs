@@ -10,7 +10,7 @@ use tpde_core::rectangle::{Rectangle, overlap, part_fault};
 /// A rectangle of a tensor in a memory `M`. Rows of the rectangle, which are its elements along the last dimension, follow each other
 /// without gaps, or begin at multiples of a pitch.
 #[derive(Debug, Clone)]
-pub(crate) struct View<M> {
+pub struct View<M> {
     dtype: Dtype,
     pub rectangle: Rectangle,
     pitch: Option<u64>,
@@ -79,7 +79,7 @@ impl<M> View<M> {
 
 /// Views of tensors, which a checkpoint holds.
 #[derive(Debug)]
-pub(crate) struct Views<M> {
+pub struct Views<M> {
     infos: Vec<TensorInfo>,
     /// The views of each tensor, and where the bytes of the tensor are in their memory; `None` for an empty view.
     views: Vec<Vec<(View<M>, Option<Placement>)>>,

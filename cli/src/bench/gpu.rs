@@ -14,11 +14,11 @@ use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use tpde::cuda::{
+use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, FormatVersion, InPlace, Pair, ValidatedIndex};
+use tpde_cuda::{
     self, Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Encoder, FirstCall, Hashes, Mode,
     Payloads, Stream,
 };
-use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, FormatVersion, InPlace, Pair, ValidatedIndex};
 
 /// Results of all measurements.
 #[derive(Serialize)]
@@ -83,7 +83,7 @@ pub struct Settings {
     pub gaps: bool,
     /// Set if nvCOMP may expand frames; otherwise only the CPU does.
     #[cfg(feature = "nvcomp")]
-    pub nvcomp: Option<tpde::cuda::Nvcomp>,
+    pub nvcomp: Option<tpde_cuda::Nvcomp>,
 }
 
 /// The base and the output in device memory, and the target, with which results are compared.
@@ -242,7 +242,7 @@ impl Fixture<'_> {
 
     /// Encodes on the device, from device memory to pinned memory. There are no rows for codec `zstd`, which a device cannot encode.
     fn encode(&self, pair: &Pair<Vec<u8>>, base: &dyn Checkpoint, options: &EncodeOptions) -> anyhow::Result<Vec<Row>> {
-        if cuda::Encode::check_options(options).is_err() {
+        if tpde_cuda::Encode::check_options(options).is_err() {
             return Ok(Vec::new());
         }
         let target = DeviceCheckpoint::upload(self.device, self.target)?;
@@ -260,7 +260,7 @@ impl Fixture<'_> {
             if base_is_known && options.format == FormatVersion::V1_1 {
                 continue; // roots of format 1.1 need hashes of 32 bytes
             }
-            let mut encode = cuda::Encode::new(&target).base(&base).options(options.clone()).encoder(&encoder);
+            let mut encode = tpde_cuda::Encode::new(&target).base(&base).options(options.clone()).encoder(&encoder);
             if base_is_known {
                 let with_base = whole().filter(|tensor| tensor.base_kind != BaseKind::None);
                 encode = encode.base_digests(with_base.map(|tensor| (tensor.base_name.to_owned(), *tensor.base_digest())));

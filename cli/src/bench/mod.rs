@@ -249,14 +249,14 @@ impl Bench {
     }
 
     #[cfg(feature = "cuda")]
-    fn bench_cuda(&self, device: tpde::cuda::Device) -> anyhow::Result<BenchOutput> {
+    fn bench_cuda(&self, device: tpde_cuda::Device) -> anyhow::Result<BenchOutput> {
         let (base, target) = self.open()?;
         let settings = gpu::Settings {
             runs: self.runs,
             slice_bytes: self.slice_bytes,
             gaps: self.gaps,
             #[cfg(feature = "nvcomp")]
-            nvcomp: self.device.trust.then(tpde::cuda::Nvcomp::load).transpose()?,
+            nvcomp: self.device.trust.then(tpde_cuda::Nvcomp::load).transpose()?,
         };
         gpu::bench(&device, &base, &target, &self.options(), settings).map(BenchOutput::Gpu)
     }

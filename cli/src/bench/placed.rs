@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use tpde::TensorInfo;
-use tpde::cuda::{Device, DeviceSlice, Rows};
+use tpde_cuda::{Device, DeviceSlice, Rows};
 
 /// Maximum bytes of a tensor that are in host memory at once.
 pub const PIECE: usize = 64 << 20;
