@@ -1,7 +1,7 @@
 //! Speed of derived bases on a device, beside bases of kind `same`, if `TPDE_PAIRS` names a folder with `base` and `rl20`:
 //!
 //! ```text
-//! TPDE_PAIRS=FOLDER cargo test --all-features --lib derived_speed -- --ignored --nocapture
+//! TPDE_PAIRS=FOLDER cargo test --package tpde-cuda --all-features --lib derived_speed -- --ignored --nocapture
 //! ```
 
 use super::super::{Application, ApplyPlan, Binding, DeviceIndex, Mode, Payloads};
