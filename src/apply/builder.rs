@@ -333,11 +333,11 @@ impl<'a, B: Source> Apply<'a, B> {
         if self.accelerator.is_none() {
             return Ok(());
         }
-        let reason = "an application in place runs on the processor: tpde::cuda changes tensors on a device";
+        let reason = "an application in place runs on the processor: tpde-cuda changes tensors on a device";
         Err(Error::InvalidArgument(reason.into()))
     }
 
-    /// Finds the cause of an error that another decoder reported, such as module `cuda`. If the error is about the sum of a base
+    /// Finds the cause of an error that another decoder reported, such as `tpde-cuda`. If the error is about the sum of a base
     /// chunk, the base is compared with its digests, and the error may become [`Error::WrongBase`] or [`Error::AlreadyApplied`].
     /// Other errors are returned unchanged.
     ///

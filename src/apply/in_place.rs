@@ -23,7 +23,7 @@ use tpde_core::source::Source;
 /// both modes compare the digest of a payload before they write its chunk: if the index does not store them, all payloads of the pair
 /// are hashed first, and each again when it is decoded. The descriptions of the modes hold for the CPU. On a CUDA device both
 /// modes compare digests of targets, and chunk by chunk, some chunks are written before they are checked, and restored if a
-/// check fails; see module `cuda`.
+/// check fails; see `tpde-cuda`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InPlace {
