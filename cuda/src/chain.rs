@@ -105,7 +105,7 @@ impl<'a> ApplyChain<'a> {
     fn limits(&self, last: &ChainStep<'_>) -> Result<(u64, u64)> {
         let (mut largest, mut all) = (0, 0);
         for slice in self.slices {
-            let bytes = bytes_of(&last.index, slice)?.next_multiple_of(ALIGN);
+            let bytes = bytes_of(&last.index, slice)?.saturating_add(ALIGN - 1) / ALIGN * ALIGN;
             (largest, all) = (bytes.max(largest), bytes.saturating_add(all));
         }
         let limit = self.scratch_bytes.max(largest);
@@ -272,9 +272,10 @@ fn ranges(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Size of a slice without gaps between its rows. The slice was checked against this index.
+/// Size of a slice without gaps between its rows.
 fn bytes_of(index: &DeviceIndex, slice: &TensorSlice<'_>) -> Result<u64> {
-    Ok(slice.rectangle.extent.iter().product::<u64>() * dtype_of(index, slice)?.bits() / 8)
+    let bits = dtype_of(index, slice)?.bits();
+    Ok(slice.rectangle.extent.iter().fold(bits, |bits, &extent| bits.saturating_mul(extent)) / 8)
 }
 
 fn dtype_of(index: &DeviceIndex, slice: &TensorSlice<'_>) -> Result<Dtype> {
