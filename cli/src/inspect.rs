@@ -2,7 +2,6 @@
 
 use super::common::Common;
 use super::explain::{self, Bytes, ExplainedTensor};
-use super::html::{self, Fact, Figures};
 use super::inputs::{ExpectArgs, favors, open};
 use super::text::{self, BOLD, JsonPath};
 use anyhow::Context;
@@ -11,12 +10,14 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::fmt;
-use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::path::PathBuf;
 use tpde::{
-    Apply, BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Moves,
-    OutputFile, Pair, PairPaths, PartReport, Result, TensorReport, ValidatedIndex,
+    BaseKind, Checkpoint, Codec, Escaped, Explain, Explanation, Favor, FileKind, FileSource, MemoryCheckpoint, Pair, PairPaths,
+    PartReport, Result, TensorReport, ValidatedIndex,
 };
+
+#[cfg(feature = "html")]
+mod page;
 
 /// Describe a pair
 ///
@@ -45,10 +46,12 @@ pub struct Inspect {
     /// Explain the purpose of the bytes, and the codec of each tensor; reads all payloads
     #[arg(long, conflicts_with = "chunks", group = "reads")]
     pub explain: bool,
+    #[cfg(feature = "html")]
     /// Write a page with drawings to FILE: changes and sizes by layer, stored bytes, chunks, and with --base how far lanes move.
     /// The page is one file of HTML, without scripts
     #[arg(long, value_name = "FILE", conflicts_with_all = ["chunks", "tensors", "explain"], group = "reads")]
     pub html: Option<PathBuf>,
+    #[cfg(feature = "html")]
     /// With --html: replace an existing file
     #[arg(short, long, requires = "html")]
     pub force: bool,
@@ -154,6 +157,7 @@ impl Inspect {
 
     fn inspect(&self, common: &Common) -> Result<InspectOutput> {
         let pair = self.expect.open(&self.pair)?;
+        #[cfg(feature = "html")]
         if let Some(path) = &self.html {
             self.write_page(&pair, path, common)?;
         }
@@ -167,55 +171,6 @@ impl Inspect {
         places.sort_by_cached_key(|place| Reverse(payload_bytes(place))); // stable: names break ties
         let summary = (!self.tensors).then(|| summary(index, PairPaths::new(&self.pair)));
         Ok(InspectOutput { pair, summary, rows: Rows::Tensors(places), explanation })
-    }
-
-    fn write_page(&self, pair: &Pair<FileSource>, path: &Path, common: &Common) -> Result<()> {
-        let base = self.base.as_deref().map(open).transpose()?;
-        let paths = PairPaths::new(&self.pair);
-        let inputs: Vec<_> = base.iter().flat_map(|base| base.paths()).chain([paths.index, paths.blob]).collect();
-        let file = OutputFile::create(path, &inputs, self.force)?;
-        let moves = base.map(|base| self.moves(pair, &base, common)).transpose()?;
-        let summary = summary(pair.index(), PairPaths::new(&self.pair));
-        let page = html::page(&self.title(&summary), &summary.facts(), &Figures::new(pair.index(), moves));
-        file.publish(page.as_bytes())
-    }
-
-    /// Name of the pair, its base as far as it is known, its target, and when its index was written. Names are cut.
-    fn title(&self, summary: &Summary) -> String {
-        const MOST: usize = 60;
-        let name = |path: &Path| path.file_name().map(|name| Escaped(&name.to_string_lossy()).to_string()).unwrap_or_default();
-        let base = match &self.base {
-            Some(path) => name(path),
-            None if summary.base_bytes == 0 => "no base".into(),
-            None => format!("base {}", &summary.base_root[..8]),
-        };
-        let target = match &summary.files[..] {
-            [first, rest @ ..] if !first.name.is_empty() => {
-                let others =
-                    if rest.is_empty() { String::new() } else { format!(" and {}", text::counted(rest.len() as u64, "file")) };
-                format!("{}{others}", html::shortened(&Escaped(&first.name).to_string(), MOST))
-            }
-            _ => format!("target {}", &summary.target_root[..8]),
-        };
-        let written = summary.index.metadata().and_then(|metadata| metadata.modified()).ok();
-        let written = written.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
-        let written = written.map_or("–".into(), |time| text::date(time.as_secs()));
-        let pair = name(&summary.index.with_extension(""));
-        format!("{}: {} → {target}, {written} UTC", html::shortened(&pair, MOST), html::shortened(&base, MOST))
-    }
-
-    /// How far the lanes of all tensors move.
-    fn moves(&self, pair: &Pair<FileSource>, base: &dyn Checkpoint, common: &Common) -> Result<Moves> {
-        let bar = common.bar("inspect", pair.index().tensor_bytes().1);
-        let apply = Apply::new(pair).base(base).progress(|bytes| bar.inc(bytes));
-        let mut names: Vec<_> = pair.index().tensors().map(|tensor| tensor.name.to_owned()).collect();
-        names.dedup(); // the parts of a tensor follow one another
-        let mut all = Moves::default();
-        for name in names {
-            all.add(&apply.moves(&name)?);
-        }
-        bar.finish_and_clear();
-        Ok(all)
     }
 
     fn explanation(&self, pair: &Pair<FileSource>, common: &Common) -> Result<Explanation> {
@@ -368,7 +323,7 @@ impl fmt::Display for Summary {
 }
 
 impl Summary {
-    fn facts(&self) -> [Fact; 7] {
+    fn facts(&self) -> [(&'static str, String); 7] {
         let files = match &self.files[..] {
             [] => "none, tensors only".to_owned(),
             [lone] if lone.name.is_empty() && lone.kind.is_stored() => "one safetensors file".to_owned(),

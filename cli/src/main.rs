@@ -5,15 +5,18 @@
 
 mod apply;
 mod arenas;
+#[cfg(feature = "bench")]
 mod bench;
 mod common;
 mod completions;
+#[cfg(feature = "demo")]
 mod demo;
 mod device;
 mod encode;
 mod explain;
 mod failure;
 mod fold;
+#[cfg(feature = "html")]
 mod html;
 mod inputs;
 mod inspect;
@@ -64,7 +67,9 @@ enum Verb {
     Subset(subset::Subset),
     #[cfg(feature = "store")]
     Store(store::Store),
+    #[cfg(feature = "bench")]
     Bench(bench::Bench),
+    #[cfg(feature = "demo")]
     Demo(demo::Demo),
     Completions(completions::Completions),
     Man(man::Man),
@@ -116,7 +121,10 @@ fn color_argument(args: impl Iterator<Item = OsString>) -> Color {
 impl Cli {
     fn run(&self) -> anyhow::Result<ExitCode> {
         let common = &self.common;
+        #[cfg(feature = "bench")]
         let default = if matches!(self.verb, Verb::Bench(_)) { 1 } else { 0 };
+        #[cfg(not(feature = "bench"))]
+        let default = 0;
         let threads = common.threads.unwrap_or(default).into();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         let pool = pool.map_err(io::Error::other).with_context(|| match threads {
@@ -141,7 +149,9 @@ impl Cli {
                 Verb::Subset(verb) => common.show("subset", verb.run(common)?),
                 #[cfg(feature = "store")]
                 Verb::Store(verb) => return verb.run(common),
+                #[cfg(feature = "bench")]
                 Verb::Bench(verb) => common.show("bench", verb.run(common)?),
+                #[cfg(feature = "demo")]
                 Verb::Demo(verb) => common.show("demo", verb.run(common)?),
                 Verb::Completions(verb) => common.show("completions", verb.run(Self::command())),
                 Verb::Man(verb) => common.show("man", verb.run(Self::command())?),

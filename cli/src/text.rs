@@ -140,6 +140,7 @@ pub fn duration(seconds: f64) -> String {
 }
 
 /// A time in seconds since 1970 as date and minute, in UTC: `2026-11-28 09:30`. Times that are not in years of four digits are `–`.
+#[cfg(any(feature = "html", feature = "store"))]
 pub fn date(seconds: u64) -> String {
     const LAST: u64 = 253_402_300_799;
     let time = (seconds <= LAST).then(|| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));

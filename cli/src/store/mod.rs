@@ -264,10 +264,12 @@ struct Report {
     /// Only this branch; may be repeated
     #[arg(long, value_name = "BRANCH")]
     branch: Vec<String>,
+    #[cfg(feature = "html")]
     /// Write a page with drawings to FILE: sizes, changed shares, and bytes to read, per version. The page is one file of HTML,
     /// without scripts
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    #[cfg(feature = "html")]
     /// With --html: replace an existing file
     #[arg(short, long, requires = "html")]
     force: bool,
@@ -493,7 +495,9 @@ impl Prune {
 impl Report {
     fn run(&self) -> anyhow::Result<ReportOutput> {
         // Of a store elsewhere, no file is here.
+        #[cfg(feature = "html")]
         let folder = PathBuf::from(self.store.url.strip_prefix("file://").unwrap_or(&self.store.url));
+        #[cfg(feature = "html")]
         let file = self.html.as_ref().map(|path| OutputFile::create(path, &[folder], self.force)).transpose()?;
         let store = self.store.open()?;
         let mut names = self.branch.clone();
@@ -506,6 +510,7 @@ impl Report {
             branches.push((name, versions));
         }
         let described = ReportOutput::of(branches);
+        #[cfg(feature = "html")]
         if let Some(file) = file {
             file.publish(described.page(&self.store.url, &store.usage().map_err(error)?).as_bytes())?;
         }

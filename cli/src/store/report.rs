@@ -1,6 +1,8 @@
 //! `tpde store report`: the versions of a store, as rows and as a page.
 
-use crate::{html, text};
+#[cfg(feature = "html")]
+use crate::html;
+use crate::text;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -52,6 +54,7 @@ impl Pair {
         Self { from, shortcut: pair.is_shortcut, bytes: pair.bytes, elements: pair.elements, changed: pair.changed }
     }
 
+    #[cfg(feature = "html")]
     fn drawn(&self) -> html::StorePair {
         let share = if self.elements == 0 { 0.0 } else { self.changed as f64 / self.elements as f64 };
         html::StorePair { from: self.from.clone(), bytes: self.bytes, share }
@@ -87,6 +90,7 @@ impl ReportRow {
         pairs.join(" ")
     }
 
+    #[cfg(feature = "html")]
     fn drawn(&self) -> html::StoreVersion {
         html::StoreVersion {
             number: self.number,
@@ -121,6 +125,7 @@ impl ReportOutput {
         Self { branches: branches.into_iter().map(branch).collect() }
     }
 
+    #[cfg(feature = "html")]
     /// The page of the store at `location`.
     pub fn page(&self, location: &str, usage: &Usage) -> String {
         let branches: Vec<_> = self
@@ -139,7 +144,7 @@ impl ReportOutput {
 }
 
 /// The sizes of a store.
-pub fn facts(usage: &Usage) -> Vec<html::Fact> {
+pub fn facts(usage: &Usage) -> Vec<(&'static str, String)> {
     let waiting = match usage.waiting {
         0 => String::new(),
         1 => ", and 1 that was pruned or deleted and waits for gc".into(),
