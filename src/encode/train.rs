@@ -97,7 +97,7 @@ pub(super) fn train(
 /// Pieces to sample: a plan, its group, and the number of the piece in its tensor.
 pub type Pieces<'a, 'p> = &'a mut dyn Iterator<Item = (&'p Plan, Group, u64)>;
 
-/// [`train`], for any way to sample pieces, and for the tensors to which `group_of` gives a group. `sample` is called once per round, and passes the
+/// `train`, for any way to sample pieces, and for the tensors to which `group_of` gives a group. `sample` is called once per round, and passes the
 /// samples to its second argument, in any order.
 pub fn train_with(
     options: &EncodeOptions,

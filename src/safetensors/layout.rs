@@ -189,7 +189,7 @@ pub(crate) fn outputs(
 /// Checks that these tensors can be written as one safetensors file.
 ///
 /// # Errors
-/// [`Error::NotWritable`], as for [`outputs`].
+/// [`Error::NotWritable`], as for `outputs`.
 pub fn check_composable(tensors: &[TensorInfo]) -> Result<()> {
     compose(tensors.to_vec()).map(|_| ())
 }
