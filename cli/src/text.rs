@@ -8,7 +8,6 @@ use std::io::{self, Write};
 use std::ops::Deref;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
 use tpde::{Escaped, PayloadDigests};
 use unicode_width::UnicodeWidthStr;
 
@@ -142,6 +141,7 @@ pub fn duration(seconds: f64) -> String {
 /// A time in seconds since 1970 as date and minute, in UTC: `2026-11-28 09:30`. Times that are not in years of four digits are `–`.
 #[cfg(any(feature = "html", feature = "store"))]
 pub fn date(seconds: u64) -> String {
+    use std::time::{Duration, SystemTime};
     const LAST: u64 = 253_402_300_799;
     let time = (seconds <= LAST).then(|| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
     let text = time.map(|time| humantime::format_rfc3339_seconds(time).to_string());

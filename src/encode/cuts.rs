@@ -23,7 +23,8 @@ impl<'a> Selection<'a> {
     /// Selects what the options and the slices of the target name.
     ///
     /// # Errors
-    /// Those of [`Entries::new`]; [`Error::InvalidArgument`] for parts in format 1.1.
+    /// [`Error::PartNotHeld`] for a part of which target or base have only some elements. [`Error::InvalidArgument`] for rectangles
+    /// that are no parts, for rules that cannot be followed, and for parts in format 1.1.
     pub fn new(base: Option<&'a dyn Checkpoint>, target: &'a dyn Checkpoint, options: &EncodeOptions) -> Result<Self> {
         let entries = Entries::new(base, target, options)?;
         if entries.as_ref().is_some_and(Entries::has_parts) && options.format == FormatVersion::V1_1 {

@@ -17,7 +17,7 @@ mod treemap;
 #[cfg(feature = "store")]
 mod versions;
 
-pub use document::{Fact, shortened};
+pub use document::shortened;
 pub use figures::Figures;
 pub use page::page;
 #[cfg(feature = "store")]

@@ -32,7 +32,7 @@ pub enum Payloads<'a> {
     /// Pinned memory, which the device copies without the processor. The processor expands only payloads of codec `zstd`.
     Pinned(Arc<PinnedBuffer>),
     /// Device memory, aligned to 16. Payloads of codec `zstd` are allowed only with
-    /// [`DeviceIndex::trust`](crate::DeviceIndex::trust).
+    /// `DeviceIndex::trust`.
     Device(DeviceSlice),
     /// Parts of the blob in device memory. One part must contain all payloads of a bound tensor. Their range is
     /// [`DeviceIndex::payloads_of`](crate::DeviceIndex::payloads_of).
