@@ -34,7 +34,8 @@
 //! | rebuild the target, or a part of it | [`Apply`]: files, buffers, a range of a tensor, tensors changed in place |
 //! | check a pair, a base and a target | [`Verify`] |
 //! | make one pair of several, or of some tensors of one | [`Merge`] |
-//! | apply several pairs in a row, make one pair of them, or the pair that leads back | [`Chain`], [`ApplyChain`], [`Encode::fold`], [`Encode::revert`] |
+//! | apply several pairs in a row | [`Chain`]; in memory, [`ApplyChain`] |
+//! | make one pair of a chain, or the pair that leads back | [`Encode::fold`], [`Encode::revert`] |
 //! | see what the bytes of a pair are used for | [`Explain`], [`ValidatedIndex`] |
 //! | encode the slices that a rank holds | [`Encode`] with a [`SliceCheckpoint`]; [`Rectangle::shard`], [`Rectangle::intersection`] |
 //! | rebuild or change slices of tensors, from slices of a base | [`Apply::to_slices`], [`Apply::in_place_slices`], [`SliceCheckpoint`] |

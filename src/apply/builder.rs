@@ -310,8 +310,8 @@ impl<'a, B: Source> Apply<'a, B> {
     /// [`InPlace::AllChecked`] compares the digests of tensors and parts that are held completely.
     ///
     /// # Errors
-    /// As for [`Apply::in_place`], but the tensors need not be selected. Before any work: [`Error::Incomplete`] if the pair has only some elements of a slice;
-    /// [`Error::NotHeld`] if the slices of a tensor have only some lanes of a chunk.
+    /// As for [`Apply::in_place`], but the tensors need not be selected. Before any work: [`Error::Incomplete`] if the pair has only
+    /// some elements of a slice; [`Error::NotHeld`] if the slices of a tensor have only some lanes of a chunk.
     pub fn in_place_slices<'t>(
         &self,
         slices: impl IntoIterator<Item = impl Into<FusedSlices<'t>>>,

@@ -69,8 +69,8 @@ impl<'a, B: Source> ApplyChain<'a, B> {
     /// - [`Error::Step`] with the number of the pair whose check failed; [`Error::AlreadyApplied`] if the tensors are the last target;
     /// - [`Error::InvalidArgument`] and the other errors of [`Apply::in_place`] if tensors and pairs do not fit.
     ///
-    /// [`Error::Poisoned`] if the second pass fails: the source of the payloads failed, or payloads have changed. It lists all chunks of
-    /// the last pair, because any of them may have been written.
+    /// [`Error::Poisoned`] if the second pass fails: the source of the payloads failed, or payloads have changed. The error lists all
+    /// chunks of the last pair. Each of these chunks may have been written.
     pub fn in_place<'t>(&self, tensors: impl IntoIterator<Item = TensorMut<'t>>) -> Result<ApplyReport> {
         self.run(whole_tensors(self.last()?.index(), tensors.into_iter().collect())?)
     }
