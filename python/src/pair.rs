@@ -225,13 +225,21 @@ impl Pair {
     ) -> PyResult<bool> {
         let mut pairs: Vec<_> = before.iter().map(|pair| pair.get().shared()).collect();
         pairs.push(self.shared());
-        run(py, progress, tensors.size(), |steering| {
+        let once = match &tensors {
+            Tensors::Whole(tensors) => each_memory_once(&self.pair, tensors).map_err(|error| errors::to_python(py, &error))?,
+            Tensors::Slices(_) => HashSet::new(),
+        };
+        let total = match &tensors {
+            Tensors::Whole(tensors) => once.iter().map(|&i| tensors[i].range().len() as u64).sum(),
+            Tensors::Slices(_) => tensors.size(),
+        };
+        run(py, progress, total, |steering| {
             let chain = ApplyChain::new(pairs.iter().map(|pair| &**pair)).digests(digests).watch(steering);
             let alone = Apply::new(&self.pair).digests(digests).watch(steering);
             let outcome = match &mut tensors {
                 Tensors::Whole(tensors) => {
                     // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
-                    let given = unsafe { self.each_once(tensors)? };
+                    let given = unsafe { self.each_once(tensors, &once) };
                     if checked { chain.in_place(given) } else { alone.in_place(given, InPlace::ChunkByChunk) }
                 }
                 Tensors::Slices(slices) => {
@@ -315,18 +323,17 @@ impl Pair {
         self.pair.clone()
     }
 
-    /// Tensors for writing, each memory once.
+    /// Tensors for writing: those that [`each_memory_once`] gave.
     ///
     /// # Safety
     /// No other slice of the memory may exist.
-    unsafe fn each_once<'a>(&'a self, tensors: &'a mut [Memory]) -> Result<Vec<TensorMut<'a>>> {
-        let once = each_memory_once(&self.pair, &*tensors)?;
+    unsafe fn each_once<'a>(&'a self, tensors: &'a mut [Memory], once: &HashSet<usize>) -> Vec<TensorMut<'a>> {
         let given = (0..).zip(tensors).filter(|(i, _)| once.contains(i)).filter_map(|(_, tensor)| {
             let name = self.pair.index().find(tensor.name())?.name;
             // SAFETY: promised by the caller; `each_memory_once` has checked that these tensors do not overlap.
             Some(TensorMut { name, bytes: unsafe { tensor.bytes_mut() } })
         });
-        Ok(given.collect())
+        given.collect()
     }
 
     fn on_base<R>(&self, base: Option<&Tensors>, work: impl FnOnce(&dyn Checkpoint) -> Result<R>) -> Result<R> {

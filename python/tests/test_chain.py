@@ -292,6 +292,11 @@ def test_tied_weights_follow_a_chain_once(tmp_path: Path) -> None:
     pairs = [tmp_path / str(number) for number in (1, 2)]
     for pair, base, target in zip(pairs, versions, versions[1:]):
         tpde.numpy.save_file(target, pair, base=base)
-    shared = versions[0]["head"].copy()
-    assert tpde.numpy.apply_({"head": shared, "embed": shared}, pairs) == "applied"
-    assert shared.tobytes() == versions[2]["head"].tobytes()
+    for steps in (pairs, pairs[:1]):
+        shared = versions[0]["head"].copy()
+        done: list[tuple[int, int]] = []
+        progress = lambda at, total: done.append((at, total))  # noqa: E731
+        assert tpde.numpy.apply_({"head": shared, "embed": shared}, steps, progress=progress) == "applied"
+        assert shared.tobytes() == versions[len(steps)]["head"].tobytes()
+        # The memory counts once.
+        assert done[-1] == (shared.nbytes, shared.nbytes)
