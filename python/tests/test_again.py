@@ -46,7 +46,8 @@ class Planned:
         if self.mode == "out_of_place":
             self.of._pair.read(self.tensors, base=self.base, digests=False, progress=None)
             return True, 0.0
-        return self.of._pair.apply_in_place(self.tensors, checked=self.mode == "all_checked", progress=None), 0.0
+        how = {"checked": self.mode == "all_checked", "digests": True}
+        return self.of._pair.apply_in_place(self.tensors, before=[], **how, progress=None), 0.0
 
 
 class FakePair(tpde.torch.DevicePair):
