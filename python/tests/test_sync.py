@@ -121,9 +121,9 @@ def test_a_commit_leaves_digests_to_the_checks_before_it(tmp_path: Path, monkeyp
         def __getattr__(self, name: str) -> Any:
             return getattr(self._pair, name)
 
-        def apply_slices_in_place(self, *args: Any, digests: bool, **how: Any) -> bool:
+        def apply_in_place(self, *args: Any, digests: bool, **how: Any) -> bool:
             compared.append(digests)
-            return self._pair.apply_slices_in_place(*args, digests=digests, **how)
+            return self._pair.apply_in_place(*args, digests=digests, **how)
 
     monkeypatch.setattr(_application, "open_pair", Spied)
     trainer.publish()
