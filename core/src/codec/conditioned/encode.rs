@@ -173,19 +173,8 @@ impl Encoder {
         }
         listed.sort_unstable();
 
-        let header = ConditionedHeader {
-            low_bits: low_bits as u8,
-            states_log2: states.ilog2() as u8,
-            segments_log2: segments.ilog2() as u8,
-            activity_bits: choice.activity_bits,
-            first_context: choice.maps.first.into(),
-            context_count: choice.maps.count,
-            reserved: 0,
-            exception_count: (listed.len() as u32).into(),
-            center: (split.center as u32).into(),
-        };
         let start = payload.len();
-        payload.extend(header.as_bytes());
+        payload.extend(header(split, &choice, low_bits, (states, segments), listed.len()).as_bytes());
         put_maps(&choice, payload);
         put_bits(levels.iter().map(|&level| level.into()), choice.activity_bits.into(), payload);
         payload.extend(listed.iter().flat_map(|position| position.to_le_bytes()));
@@ -210,6 +199,27 @@ struct Params {
     levels: Vec<u8>,
     /// Number of coded lanes.
     coded: usize,
+}
+
+/// Returns the header of a payload with coded lanes.
+fn header(
+    split: Split,
+    choice: &Choice,
+    low_bits: u32,
+    (states, segments): (usize, usize),
+    exceptions: usize,
+) -> ConditionedHeader {
+    ConditionedHeader {
+        low_bits: low_bits as u8,
+        states_log2: states.ilog2() as u8,
+        segments_log2: segments.ilog2() as u8,
+        activity_bits: choice.activity_bits,
+        first_context: choice.maps.first.into(),
+        context_count: choice.maps.count,
+        reserved: 0,
+        exception_count: (exceptions as u32).into(),
+        center: (split.center as u32).into(),
+    }
 }
 
 /// Returns the model of a table set, which is kept for the next chunk.

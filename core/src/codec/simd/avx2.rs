@@ -201,28 +201,7 @@ fn decode_stream<L: Lane, const H: usize>(entries: &[Entry], tokens: u32, stream
             }
         }
         if _mm256_testz_si256(wide, wide) == 0 {
-            let x = x.as_flattened_mut();
-            let token = token.as_flattened_mut();
-            let mut left = [[zero; 2]; H];
-            let left = left.as_flattened_mut();
-            for (token, left) in token.iter_mut().zip(&mut *left) {
-                let is_wide = _mm256_cmpgt_epi32(*token, last_direct);
-                let extra = _mm256_sub_epi32(_mm256_srli_epi32::<1>(*token), _mm256_set1_epi32(EXTRA_BIAS as i32));
-                *left = _mm256_and_si256(is_wide, extra);
-                let head = _mm256_add_epi32(_mm256_and_si256(*token, _mm256_set1_epi32(1)), _mm256_set1_epi32(2));
-                *token = _mm256_blendv_epi8(*token, _mm256_sllv_epi32(head, *left), is_wide);
-            }
-            let mut done = zero;
-            while left.iter().any(|&left| _mm256_testz_si256(left, left) == 0) {
-                for ((x, token), left) in x.iter_mut().zip(&mut *token).zip(&mut *left) {
-                    let bit_count = _mm256_min_epu32(*left, _mm256_set1_epi32(16));
-                    let bits = _mm256_andnot_si256(_mm256_sllv_epi32(_mm256_set1_epi32(-1), bit_count), *x);
-                    *token = _mm256_or_si256(*token, _mm256_sllv_epi32(bits, done));
-                    *left = _mm256_sub_epi32(*left, bit_count);
-                    *x = renormalize(_mm256_srlv_epi32(*x, bit_count), words)?;
-                }
-                done = _mm256_add_epi32(done, _mm256_set1_epi32(16));
-            }
+            decode_bits(&mut x, &mut token, words)?;
         }
         for (values, token) in values.as_flattened_mut().as_chunks_mut::<8>().0.iter_mut().zip(token.as_flattened()) {
             let mut words = [0; 8];
@@ -232,6 +211,40 @@ fn decode_stream<L: Lane, const H: usize>(entries: &[Entry], tokens: u32, stream
     }
     for (states, x) in states.as_chunks_mut().0.iter_mut().zip(x.as_flattened()) {
         store_words(states, *x);
+    }
+    Ok(())
+}
+
+/// Replaces tokens by their values: adds the extra bits of those that have some.
+#[inline]
+#[target_feature(enable = "avx2,bmi2,popcnt")]
+fn decode_bits<const H: usize>(
+    x: &mut [[__m256i; 2]; H],
+    token: &mut [[__m256i; 2]; H],
+    words: &mut Words<'_>,
+) -> Result<(), Fault> {
+    let zero = _mm256_setzero_si256();
+    let last_direct = _mm256_set1_epi32(DIRECT as i32 - 1);
+    let (x, token) = (x.as_flattened_mut(), token.as_flattened_mut());
+    let mut left = [[zero; 2]; H];
+    let left = left.as_flattened_mut();
+    for (token, left) in token.iter_mut().zip(&mut *left) {
+        let is_wide = _mm256_cmpgt_epi32(*token, last_direct);
+        let extra = _mm256_sub_epi32(_mm256_srli_epi32::<1>(*token), _mm256_set1_epi32(EXTRA_BIAS as i32));
+        *left = _mm256_and_si256(is_wide, extra);
+        let head = _mm256_add_epi32(_mm256_and_si256(*token, _mm256_set1_epi32(1)), _mm256_set1_epi32(2));
+        *token = _mm256_blendv_epi8(*token, _mm256_sllv_epi32(head, *left), is_wide);
+    }
+    let mut done = zero;
+    while left.iter().any(|&left| _mm256_testz_si256(left, left) == 0) {
+        for ((x, token), left) in x.iter_mut().zip(&mut *token).zip(&mut *left) {
+            let bit_count = _mm256_min_epu32(*left, _mm256_set1_epi32(16));
+            let bits = _mm256_andnot_si256(_mm256_sllv_epi32(_mm256_set1_epi32(-1), bit_count), *x);
+            *token = _mm256_or_si256(*token, _mm256_sllv_epi32(bits, done));
+            *left = _mm256_sub_epi32(*left, bit_count);
+            *x = renormalize(_mm256_srlv_epi32(*x, bit_count), words)?;
+        }
+        done = _mm256_add_epi32(done, _mm256_set1_epi32(16));
     }
     Ok(())
 }

@@ -217,9 +217,6 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
     for (x, states) in x.iter_mut().zip(states.as_chunks().0) {
         *x = load_words(states);
     }
-    let one = _mm512_set1_epi32(1);
-    let low = _mm512_set1_epi32(0xFFF);
-    let most_bits = _mm512_set1_epi32(16);
     let steps = classes.as_chunks::<GROUP>().0.as_chunks::<H>().0.iter().zip(values.as_chunks::<GROUP>().0.as_chunks::<H>().0);
     let mut left = H * GROUP * steps.len();
     for (classes, values) in steps.rev() {
@@ -227,19 +224,10 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
         let (mut missing, mut wide, mut wider) = (0, 0, 0);
         for h in 0..H {
             value[h] = widen::<L>(&values[h]);
-            let direct = _mm512_cmplt_epu32_mask(value[h], _mm512_set1_epi32(DIRECT as i32));
-            let token;
-            (token, extra[h]) = if direct == u16::MAX {
-                (value[h], zero)
-            } else {
-                let extra = _mm512_maskz_sub_epi32(!direct, _mm512_set1_epi32(30), _mm512_lzcnt_epi32(value[h]));
-                let top = _mm512_and_si512(_mm512_srlv_epi32(value[h], extra), one);
-                let half = _mm512_add_epi32(extra, _mm512_set1_epi32(EXTRA_BIAS as i32));
-                let token = _mm512_add_epi32(_mm512_slli_epi32::<1>(half), top);
-                (_mm512_mask_mov_epi32(token, direct, value[h]), extra)
-            };
+            let (token, direct);
+            (token, extra[h], direct) = tokens_of(value[h]);
             wide |= !direct;
-            wider |= _mm512_cmpgt_epu32_mask(extra[h], most_bits);
+            wider |= _mm512_cmpgt_epu32_mask(extra[h], _mm512_set1_epi32(16));
             // SAFETY: the reference is to 16 bytes; unaligned access is allowed.
             let class = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(classes[h].as_ptr().cast()) });
             let class = _mm512_slli_epi32::<8>(_mm512_and_si512(class, _mm512_set1_epi32(15)));
@@ -255,40 +243,21 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
             };
             let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
             slots[h] = _mm512_permutex2var_epi32(first, even, last);
-            reciprocal[h] = _mm512_permutex2var_epi32(first, _mm512_add_epi32(even, one), last);
+            reciprocal[h] = _mm512_permutex2var_epi32(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), last);
             missing |= _mm512_testn_epi32_mask(reciprocal[h], reciprocal[h]);
         }
         if missing != 0 {
             break;
         }
         if wide != 0 {
-            for round in (0..1 + u32::from(wider != 0)).rev() {
+            for round in (0..1 + i32::from(wider != 0)).rev() {
                 for h in (0..H).rev() {
-                    let bits = _mm512_subs_epu16(extra[h], _mm512_set1_epi32(16 * round as i32));
-                    let bits = _mm512_min_epu32(bits, most_bits);
-                    // A shift by 32 gives 0.
-                    let over = _mm512_srlv_epi32(x[h], _mm512_sub_epi32(_mm512_set1_epi32(32), bits));
-                    let shifted = renormalize_encoder(x[h], _mm512_test_epi32_mask(over, over), words);
-                    let part = _mm512_srlv_epi32(value[h], _mm512_set1_epi32(16 * round as i32));
-                    let part = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bits), part);
-                    x[h] = _mm512_or_si512(_mm512_sllv_epi32(shifted, bits), part);
+                    x[h] = encode_bits(x[h], value[h], extra[h], 16 * round, words);
                 }
             }
         }
         for h in (0..H).rev() {
-            let start = _mm512_and_si512(slots[h], low);
-            let count = _mm512_add_epi32(_mm512_srli_epi32::<12>(slots[h]), one);
-            let full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32::<20>(x[h]), count);
-            let x_now = renormalize_encoder(x[h], full, words);
-            // The estimate of the quotient is at most 1 too small.
-            let even = _mm512_srli_epi64::<32>(_mm512_mul_epu32(x_now, reciprocal[h]));
-            let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(x_now), _mm512_srli_epi64::<32>(reciprocal[h]));
-            let quotient = _mm512_mask_mov_epi32(even, 0xAAAA, odd);
-            let rest = _mm512_sub_epi32(x_now, _mm512_mullo_epi32(quotient, count));
-            let more = _mm512_cmpge_epu32_mask(rest, count);
-            let quotient = _mm512_mask_add_epi32(quotient, more, quotient, one);
-            let rest = _mm512_mask_sub_epi32(rest, more, rest, count);
-            x[h] = _mm512_add_epi32(_mm512_slli_epi32::<12>(quotient), _mm512_add_epi32(rest, start));
+            x[h] = encode_token(x[h], slots[h], reciprocal[h], words);
         }
         left -= H * GROUP;
     }
@@ -296,6 +265,54 @@ pub(super) fn encode_steps<L: Lane, const H: usize>(
         store_words(states, *x);
     }
     left
+}
+
+/// Token and number of extra bits of each value, and the values that are tokens themselves.
+#[inline]
+#[target_feature(enable = "avx512f,avx512cd")]
+fn tokens_of(value: __m512i) -> (__m512i, __m512i, __mmask16) {
+    let direct = _mm512_cmplt_epu32_mask(value, _mm512_set1_epi32(DIRECT as i32));
+    if direct == u16::MAX {
+        return (value, _mm512_setzero_si512(), direct);
+    }
+    let extra = _mm512_maskz_sub_epi32(!direct, _mm512_set1_epi32(30), _mm512_lzcnt_epi32(value));
+    let top = _mm512_and_si512(_mm512_srlv_epi32(value, extra), _mm512_set1_epi32(1));
+    let half = _mm512_add_epi32(extra, _mm512_set1_epi32(EXTRA_BIAS as i32));
+    let token = _mm512_add_epi32(_mm512_slli_epi32::<1>(half), top);
+    (_mm512_mask_mov_epi32(token, direct, value), extra, direct)
+}
+
+/// States after at most 16 of the extra bits of each value, from bit `first` on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,popcnt")]
+fn encode_bits(x: __m512i, value: __m512i, extra: __m512i, first: i32, words: &mut ReverseWriter<'_>) -> __m512i {
+    let bits = _mm512_min_epu32(_mm512_subs_epu16(extra, _mm512_set1_epi32(first)), _mm512_set1_epi32(16));
+    // A shift by 32 gives 0.
+    let over = _mm512_srlv_epi32(x, _mm512_sub_epi32(_mm512_set1_epi32(32), bits));
+    let shifted = renormalize_encoder(x, _mm512_test_epi32_mask(over, over), words);
+    let part = _mm512_srlv_epi32(value, _mm512_set1_epi32(first));
+    let part = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bits), part);
+    _mm512_or_si512(_mm512_sllv_epi32(shifted, bits), part)
+}
+
+/// States after tokens, given their slots and reciprocals.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,popcnt")]
+fn encode_token(x: __m512i, slots: __m512i, reciprocal: __m512i, words: &mut ReverseWriter<'_>) -> __m512i {
+    let one = _mm512_set1_epi32(1);
+    let start = _mm512_and_si512(slots, _mm512_set1_epi32(0xFFF));
+    let count = _mm512_add_epi32(_mm512_srli_epi32::<12>(slots), one);
+    let full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32::<20>(x), count);
+    let x = renormalize_encoder(x, full, words);
+    // The estimate of the quotient is at most 1 too small.
+    let even = _mm512_srli_epi64::<32>(_mm512_mul_epu32(x, reciprocal));
+    let odd = _mm512_mul_epu32(_mm512_srli_epi64::<32>(x), _mm512_srli_epi64::<32>(reciprocal));
+    let quotient = _mm512_mask_mov_epi32(even, 0xAAAA, odd);
+    let rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, count));
+    let more = _mm512_cmpge_epu32_mask(rest, count);
+    let quotient = _mm512_mask_add_epi32(quotient, more, quotient, one);
+    let rest = _mm512_mask_sub_epi32(rest, more, rest, count);
+    _mm512_add_epi32(_mm512_slli_epi32::<12>(quotient), _mm512_add_epi32(rest, start))
 }
 
 /// Widens 16 lanes of at most 4 bytes to 32 bits.
@@ -352,7 +369,6 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
         (stream.words.words, classes.as_chunks::<H>().0, values, changed)
     });
     let direct = _mm512_set1_epi32(DIRECT as i32);
-    let most_bits = _mm512_set1_epi32(16);
     let last_token = _mm512_set1_epi32(tokens as i32 - 1);
     let low = _mm512_set1_epi32(0xFFF);
     for i in 0..steps[0].1.len() {
@@ -382,32 +398,10 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
                 if _mm512_cmpgt_epu32_mask(token[h], last_token) != 0 {
                     return Err(Fault::Value);
                 }
-                let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(entry[h], low));
-                let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry[h]), low);
-                let quotient = _mm512_srli_epi32::<12>(x[h]);
-                let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
-                x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words, read)?;
+                x[h] = renormalize(decode_token(x[h], entry[h]), words, read)?;
             }
             if wide.iter().fold(0, |all, wide| all | wide) != 0 {
-                // A token without extra bits is its own value.
-                let mut left = [zero; H];
-                for h in 0..H {
-                    left[h] =
-                        _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
-                    let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
-                    token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
-                }
-                let mut done = zero;
-                while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
-                    for h in 0..H {
-                        let bit_count = _mm512_min_epu32(left[h], most_bits);
-                        let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
-                        token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
-                        left[h] = _mm512_sub_epi32(left[h], bit_count);
-                        x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words, read)?;
-                    }
-                    done = _mm512_add_epi32(done, most_bits);
-                }
+                decode_bits(x, &mut token, wide, words, read)?;
             }
             for (values, token) in values.iter_mut().zip(token) {
                 narrow::<L>(token, values);
@@ -419,6 +413,49 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
             store_words(states, *x);
         }
         stream.words.read = read;
+    }
+    Ok(())
+}
+
+/// States without their last tokens, given the entries of these.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn decode_token(x: __m512i, entry: __m512i) -> __m512i {
+    let low = _mm512_set1_epi32(0xFFF);
+    let from_start = _mm512_sub_epi32(_mm512_and_si512(x, low), _mm512_and_si512(entry, low));
+    let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry), low);
+    let quotient = _mm512_srli_epi32::<12>(x);
+    let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
+    _mm512_add_epi32(scaled, from_start)
+}
+
+/// Replaces tokens by their values: adds the extra bits of those in `wide`. Tokens without extra bits are their own values.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
+fn decode_bits<const H: usize>(
+    x: &mut [__m512i; H],
+    token: &mut [__m512i; H],
+    wide: [__mmask16; H],
+    words: &[[u8; 2]],
+    read: &mut usize,
+) -> Result<(), Fault> {
+    let most_bits = _mm512_set1_epi32(16);
+    let mut left = [_mm512_setzero_si512(); H];
+    for h in 0..H {
+        left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
+        let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
+        token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
+    }
+    let mut done = _mm512_setzero_si512();
+    while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
+        for h in 0..H {
+            let bit_count = _mm512_min_epu32(left[h], most_bits);
+            let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
+            token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
+            left[h] = _mm512_sub_epi32(left[h], bit_count);
+            x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words, read)?;
+        }
+        done = _mm512_add_epi32(done, most_bits);
     }
     Ok(())
 }
