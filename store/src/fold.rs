@@ -208,9 +208,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// Keeps the head, anchors, versions whose number is a multiple of `keep_every`, and those where another branch, or a
-    /// shortcut into one, begins. `made` are shortcuts that exist, from one version to another: a list may lack them. To versions of
-    /// `failed` no shortcut can be made, so their parents are kept, back to a version that stays.
+    /// Keeps the versions that [`choose`] chooses. `made` are shortcuts that exist, from one version to another: a list may lack them.
     fn new(
         catalog: &mut Catalog<'_>,
         cache: &Cache<'_>,
@@ -218,69 +216,10 @@ impl Plan {
         keep_every: u64,
         (made, failed): (&HashSet<(Reference, Reference)>, &HashSet<Reference>),
     ) -> Result<Self> {
-        let mut others: HashSet<Reference> = HashSet::new();
-        for (_, branch) in catalog.all()?.into_iter().filter(|(other, _)| *other != name) {
-            others.extend(branch.all_versions().filter_map(|version| version.parent.clone()));
-        }
-        // By the names of their manifests, which may be damaged.
-        let mut starts: HashSet<u64> = HashSet::new();
-        for object in catalog.shortcut_names()? {
-            if let Some(((to, _), (from, number))) = names::of_shortcut(&object)
-                && to != name
-                && from == name
-            {
-                starts.insert(number);
-            }
-        }
-        let branch = catalog.whole(name)?;
-        let head = branch.head().ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
-        let is_kept = |version: &Version| {
-            version.number.is_multiple_of(keep_every)
-                || version.number == head
-                || matches!(version.content, Content::Whole(_) | Content::External { .. })
-                || others.contains(&version.reference())
-                || starts.contains(&version.number)
-        };
-        let mut needed: HashSet<Reference> = HashSet::new();
-        for version in branch.versions().rev() {
-            let is_needed = needed.contains(&version.reference()) && !is_kept(version);
-            if is_needed || failed.contains(&version.reference()) {
-                needed.extend(version.parent.clone());
-            }
-        }
-        let is_kept = |version: &Version| is_kept(version) || needed.contains(&version.reference());
-        let (kept, cut): (Vec<Version>, Vec<Version>) = branch.versions().cloned().partition(is_kept);
-        let gone: HashSet<Reference> = cut.iter().chain(branch.pruned_versions()).map(Version::reference).collect();
-
+        let (kept, cut, gone) = choose(catalog, name, keep_every, failed)?;
         let (mut folds, mut unreachable) = (Vec::new(), Vec::new());
         for to in kept.iter().filter(|version| matches!(version.content, Content::Difference(_) | Content::Same)) {
-            let mut has_base = made.iter().any(|(from, made)| *made == to.reference() && !gone.contains(from));
-            if let Some(parent) = to.parent.as_ref().filter(|parent| !gone.contains(*parent)) {
-                has_base |= catalog.at(parent)?.is_some();
-            }
-            let is_parent_here = match &to.parent {
-                Some(parent) => catalog.at(parent)?.is_some(),
-                None => false,
-            };
-            let mut damaged = Vec::new();
-            for shortcut in catalog.shortcuts(to)?.to_vec() {
-                if has_base || gone.contains(&shortcut.from) || catalog.at(&shortcut.from)?.is_none() {
-                    continue;
-                }
-                // What it replaces goes only if it is sound. Once that is gone, it could not be made anew.
-                has_base = !is_parent_here
-                    || match check(cache.remote, to, &shortcut.pair) {
-                        Ok(()) => true,
-                        Err(error) if is_damage(&error) => {
-                            damaged.push(shortcut);
-                            false
-                        }
-                        Err(error) => return Err(error),
-                    };
-            }
-            if has_base {
-                continue;
-            }
+            let Some(damaged) = lost(catalog, cache, to, made, &gone)? else { continue };
             let stays = |at: &Reference| *at != to.reference() && !gone.contains(at);
             let route = match route::find(catalog, to, Start::From(&stays)) {
                 Ok(route) => route,
@@ -302,4 +241,84 @@ impl Plan {
         }
         Ok(Self { kept: kept.len() as u64, cut, folds, unreachable })
     }
+}
+
+/// The versions of a branch that stay, those to cut, and all that are gone then. Keeps the head, anchors, versions whose number is a
+/// multiple of `keep_every`, and those where another branch, or a shortcut into one, begins. To versions of `failed` no shortcut can
+/// be made, so their parents are kept, back to a version that stays.
+fn choose(
+    catalog: &mut Catalog<'_>,
+    name: &str,
+    keep_every: u64,
+    failed: &HashSet<Reference>,
+) -> Result<(Vec<Version>, Vec<Version>, HashSet<Reference>)> {
+    let mut others: HashSet<Reference> = HashSet::new();
+    for (_, branch) in catalog.all()?.into_iter().filter(|(other, _)| *other != name) {
+        others.extend(branch.all_versions().filter_map(|version| version.parent.clone()));
+    }
+    // By the names of their manifests, which may be damaged.
+    let mut starts: HashSet<u64> = HashSet::new();
+    for object in catalog.shortcut_names()? {
+        if let Some(((to, _), (from, number))) = names::of_shortcut(&object)
+            && to != name
+            && from == name
+        {
+            starts.insert(number);
+        }
+    }
+    let branch = catalog.whole(name)?;
+    let head = branch.head().ok_or_else(|| Error::NoVersion { version: name.to_owned() })?;
+    let is_kept = |version: &Version| {
+        version.number.is_multiple_of(keep_every)
+            || version.number == head
+            || matches!(version.content, Content::Whole(_) | Content::External { .. })
+            || others.contains(&version.reference())
+            || starts.contains(&version.number)
+    };
+    let mut needed: HashSet<Reference> = HashSet::new();
+    for version in branch.versions().rev() {
+        let is_needed = needed.contains(&version.reference()) && !is_kept(version);
+        if is_needed || failed.contains(&version.reference()) {
+            needed.extend(version.parent.clone());
+        }
+    }
+    let is_kept = |version: &Version| is_kept(version) || needed.contains(&version.reference());
+    let (kept, cut): (Vec<Version>, Vec<Version>) = branch.versions().cloned().partition(is_kept);
+    let gone = cut.iter().chain(branch.pruned_versions()).map(Version::reference).collect();
+    Ok((kept, cut, gone))
+}
+
+/// The damaged shortcuts to a version, if no pair leads to it from a version that stays.
+fn lost(
+    catalog: &mut Catalog<'_>,
+    cache: &Cache<'_>,
+    to: &Version,
+    made: &HashSet<(Reference, Reference)>,
+    gone: &HashSet<Reference>,
+) -> Result<Option<Vec<Shortcut>>> {
+    let mut has_base = made.iter().any(|(from, made)| *made == to.reference() && !gone.contains(from));
+    if let Some(parent) = to.parent.as_ref().filter(|parent| !gone.contains(*parent)) {
+        has_base |= catalog.at(parent)?.is_some();
+    }
+    let is_parent_here = match &to.parent {
+        Some(parent) => catalog.at(parent)?.is_some(),
+        None => false,
+    };
+    let mut damaged = Vec::new();
+    for shortcut in catalog.shortcuts(to)?.to_vec() {
+        if has_base || gone.contains(&shortcut.from) || catalog.at(&shortcut.from)?.is_none() {
+            continue;
+        }
+        // What it replaces goes only if it is sound. Once that is gone, it could not be made anew.
+        has_base = !is_parent_here
+            || match check(cache.remote, to, &shortcut.pair) {
+                Ok(()) => true,
+                Err(error) if is_damage(&error) => {
+                    damaged.push(shortcut);
+                    false
+                }
+                Err(error) => return Err(error),
+            };
+    }
+    Ok((!has_base).then_some(damaged))
 }

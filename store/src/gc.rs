@@ -81,20 +81,43 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
             report.shortcuts += 1;
         }
     }
-    for version in stay.values() {
+    used.extend(objects_of(&stay));
+    remove_objects(remote, objects, oldest, has_versions, (&used, &running), &mut report)?;
+    let (removed, bytes) = remote.remove_remains(oldest)?;
+    report.removed += removed;
+    report.removed_bytes += bytes;
+    for entry in clocks.iter().filter(|entry| entry.modified <= oldest) {
+        remote.delete(&entry.name)?;
+    }
+    Ok(report)
+}
+
+/// Names of the objects that versions use.
+fn objects_of(stay: &HashMap<Reference, Version>) -> impl Iterator<Item = String> {
+    stay.values().flat_map(|version| {
         // A difference without its base cannot be used: a shortcut has replaced it.
         let is_of_use = match (&version.content, &version.parent) {
             (Content::Difference(_), Some(parent)) => stay.contains_key(parent),
             _ => true,
         };
         let pair = version.pair().filter(|_| is_of_use);
-        used.extend(pair.into_iter().flat_map(|pair| pair.segments()).map(|segment| segment.object()));
-        used.extend(version.file_segments().map(|segment| segment.object()));
-    }
+        let segments = pair.into_iter().flat_map(|pair| pair.segments());
+        segments.chain(version.file_segments()).map(|segment| segment.object())
+    })
+}
+
+/// Removes the objects that no version uses, unless they are young. What has another name is not the store's.
+fn remove_objects(
+    remote: &Remote,
+    objects: Vec<Entry>,
+    oldest: i64,
+    has_versions: bool,
+    (used, running): (&HashSet<String>, &RunningCalls),
+    report: &mut GcReport,
+) -> Result<()> {
     if !has_versions && !objects.is_empty() {
         tracing::warn!("the store has no version, so no object is removed: is its folder {BRANCHES} missing?");
     }
-    // What has another name is not the store's.
     for entry in objects {
         let Some(upload) = names::of_object(&entry.name) else { continue };
         if used.contains(&entry.name) {
@@ -107,13 +130,7 @@ pub(crate) fn gc(prefix: &Prefix) -> Result<GcReport> {
             report.removed_bytes += entry.bytes;
         }
     }
-    let (removed, bytes) = remote.remove_remains(oldest)?;
-    report.removed += removed;
-    report.removed_bytes += bytes;
-    for entry in clocks.iter().filter(|entry| entry.modified <= oldest) {
-        remote.delete(&entry.name)?;
-    }
-    Ok(report)
+    Ok(())
 }
 
 /// The time by the store's clock, in milliseconds since 1970; and the objects that were left behind by collections that were interrupted.
