@@ -17,7 +17,7 @@ use std::time::Instant;
 use tpde::{BaseKind, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, FormatVersion, InPlace, Pair, ValidatedIndex};
 use tpde_cuda::{
     self, Application, ApplyPlan, Binding, Device, DeviceCheckpoint, DeviceIndex, DeviceSlice, Encoder, FirstCall, Hashes, Mode,
-    Payloads, Stream,
+    Payloads, PinnedBuffer, Stream,
 };
 
 /// Results of all measurements.
@@ -109,6 +109,11 @@ struct Memory {
 /// The runs of a row end after this many seconds, but there are at least `LEAST_RUNS`.
 const ENOUGH: f64 = 3.0;
 const LEAST_RUNS: usize = 3;
+const MODES: [(&str, Mode); 3] = [
+    ("out of place", Mode::OutOfPlace),
+    ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
+    ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
+];
 /// Names of the clocks: events on the stream, and the host's clock.
 const DEVICE: &str = "device";
 const WALL: &str = "wall";
@@ -286,16 +291,8 @@ impl Fixture<'_> {
         pinned.copy_from_slice(pair.blob());
         let pinned = Arc::new(pinned);
         let on_device = self.device.alloc(pair.blob().len() as u64)?;
-        let payloads_alone = self.timed("payloads alone", "pinned memory", DEVICE, || {
-            let start = self.stream.record()?;
-            self.stream.copy_in(&on_device, &pinned)?;
-            let end = self.stream.record()?;
-            end.wait()?;
-            Ok(end.since(&start)?)
-        })?;
-        let pinned = Payloads::Pinned(pinned);
-        let on_device = Payloads::Device(on_device);
-        let host = Payloads::Host(pair.blob());
+        let mut rows = vec![self.payloads_alone(&on_device, &pinned)?];
+        let (pinned, on_device, host) = (Payloads::Pinned(pinned), Payloads::Device(on_device), Payloads::Host(pair.blob()));
         let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
         let has_zstd = pair.index().tensors().any(|tensor| tensor.codec == Codec::Zstd);
         #[cfg(feature = "nvcomp")]
@@ -303,17 +300,7 @@ impl Fixture<'_> {
             Some(nvcomp) => Some(index.trust(nvcomp)?), // this process made the pair, so it is trusted
             None => None,
         };
-
-        let modes = [
-            ("out of place", Mode::OutOfPlace),
-            ("in place, chunk by chunk", Mode::InPlace(InPlace::ChunkByChunk)),
-            ("in place, all checked", Mode::InPlace(InPlace::AllChecked)),
-        ];
-        let files = tpde::TemporaryFolder::create()?;
-        std::fs::write(files.path().join("pair.tpde-index"), pair.index().as_bytes())?;
-        std::fs::write(files.path().join("pair.tpde-blob"), pair.blob())?;
-        let mut rows = vec![payloads_alone];
-        for (name, mode) in modes {
+        for (name, mode) in MODES {
             let bindings = self.bindings(&self.memory, pair.index(), &index, mode)?;
             let mut measure =
                 |what: &str, index: &DeviceIndex, from, payloads: &Payloads<'_>, clock, compared: Checks| -> anyhow::Result<()> {
@@ -353,21 +340,10 @@ impl Fixture<'_> {
                 }
             }
         }
-        for (name, mode) in modes {
-            let Some(memory) = self.with_gaps.as_ref().filter(|_| !has_zstd) else { continue };
-            let bindings = self.bindings(memory, pair.index(), &index, mode)?;
-            let application = Application::prepare(ApplyPlan::new(&index, &bindings, mode, on_device.clone())?.digests(false))?;
-            let what = format!("{name}, rows with gaps");
-            rows.push(self.timed(&what, "device memory", DEVICE, || self.launch(memory, &application, mode, DEVICE))?);
-            self.compare(memory, codec)?;
+        if !has_zstd {
+            rows.extend(self.rows_with_gaps(codec, &pair, &index, &on_device)?);
         }
-        for (name, mode) in modes {
-            for (what, compared) in [(name.to_owned(), Checks::PAYLOADS), (format!("{name}, all digests"), Checks::ALL)] {
-                let path = files.path().join("pair");
-                rows.push(self.timed(&what, "files, opened anew", WALL, || self.open_and_launch(&path, mode, compared))?);
-                self.compare(&self.memory, codec)?;
-            }
-        }
+        rows.extend(self.files_opened_anew(codec, &pair)?);
         let stored_bytes = pair.index().size() + pair.index().blob_size();
         Ok(OfPair {
             codec: codec.name().to_owned(),
@@ -377,6 +353,51 @@ impl Fixture<'_> {
             encode_seconds,
             rows,
         })
+    }
+
+    fn payloads_alone(&self, on_device: &DeviceSlice, pinned: &Arc<PinnedBuffer>) -> anyhow::Result<Row> {
+        self.timed("payloads alone", "pinned memory", DEVICE, || {
+            let start = self.stream.record()?;
+            self.stream.copy_in(on_device, pinned)?;
+            let end = self.stream.record()?;
+            end.wait()?;
+            Ok(end.since(&start)?)
+        })
+    }
+
+    /// Rows for memory with gaps between the rows of matrices, if the settings ask for them.
+    fn rows_with_gaps(
+        &self,
+        codec: CodecChoice,
+        pair: &Pair<Vec<u8>>,
+        index: &DeviceIndex,
+        payloads: &Payloads<'_>,
+    ) -> anyhow::Result<Vec<Row>> {
+        let mut rows = Vec::new();
+        for (name, mode) in MODES {
+            let Some(memory) = &self.with_gaps else { continue };
+            let bindings = self.bindings(memory, pair.index(), index, mode)?;
+            let application = Application::prepare(ApplyPlan::new(index, &bindings, mode, payloads.clone())?.digests(false))?;
+            let what = format!("{name}, rows with gaps");
+            rows.push(self.timed(&what, "device memory", DEVICE, || self.launch(memory, &application, mode, DEVICE))?);
+            self.compare(memory, codec)?;
+        }
+        Ok(rows)
+    }
+
+    fn files_opened_anew(&self, codec: CodecChoice, pair: &Pair<Vec<u8>>) -> anyhow::Result<Vec<Row>> {
+        let files = tpde::TemporaryFolder::create()?;
+        std::fs::write(files.path().join("pair.tpde-index"), pair.index().as_bytes())?;
+        std::fs::write(files.path().join("pair.tpde-blob"), pair.blob())?;
+        let path = files.path().join("pair");
+        let mut rows = Vec::new();
+        for (name, mode) in MODES {
+            for (what, compared) in [(name.to_owned(), Checks::PAYLOADS), (format!("{name}, all digests"), Checks::ALL)] {
+                rows.push(self.timed(&what, "files, opened anew", WALL, || self.open_and_launch(&path, mode, compared))?);
+                self.compare(&self.memory, codec)?;
+            }
+        }
+        Ok(rows)
     }
 
     /// Binds tensors. Out of place, bases are in the base's memory, and targets in the output's. In place, both are in the
