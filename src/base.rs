@@ -1,28 +1,29 @@
 //! Base bytes of a tensor, for encoding and applying.
 
 use crate::checkpoint::Checkpoint;
+use crate::cut::Piece;
 use tpde_core::error::Result;
 
 /// Base bytes of a tensor: the bytes of the base tensor, followed by zeros. Without a base tensor all bytes are 0 (section 8.2).
 #[derive(Clone, Copy)]
-pub(crate) struct PaddedBase<'a>(Option<(&'a dyn Checkpoint, usize)>);
+pub(crate) struct PaddedBase<'a, 'p>(Option<(&'a dyn Checkpoint, &'p Piece)>);
 
-impl<'a> PaddedBase<'a> {
-    /// Selects tensor `base_index` of `base`. `None` means no base tensor.
-    pub fn new(base: Option<&'a dyn Checkpoint>, base_index: Option<usize>) -> Self {
-        Self(base.zip(base_index))
+impl<'a, 'p> PaddedBase<'a, 'p> {
+    /// Selects a piece of `base`. `None` means no base tensor.
+    pub fn new(base: Option<&'a dyn Checkpoint>, piece: Option<&'p Piece>) -> Self {
+        Self(base.zip(piece))
     }
 
     /// Returns the number of bytes that come from the checkpoint, of the `size` bytes from byte `offset` on.
     fn present(self, offset: u64, size: usize) -> usize {
-        let bytes = self.0.map_or(0, |(base, base_index)| base.tensors()[base_index].bytes());
+        let bytes = self.0.map_or(0, |(base, piece)| piece.size(base));
         bytes.saturating_sub(offset).min(size as u64) as usize
     }
 
     /// Returns `size` bytes from byte `offset` on, if all these bytes are in memory.
     pub fn in_place(self, offset: u64, size: usize) -> Option<&'a [u8]> {
-        let (base, base_index) = self.0.filter(|_| self.present(offset, size) == size)?;
-        base.in_place(base_index, offset, size)
+        let (base, piece) = self.0.filter(|_| self.present(offset, size) == size)?;
+        piece.in_place(base, offset, size)
     }
 
     /// Fills `out` with the bytes from byte `offset` on.
@@ -33,7 +34,7 @@ impl<'a> PaddedBase<'a> {
         let (from_base, zeros) = out.split_at_mut(self.present(offset, out.len()));
         zeros.fill(0);
         match self.0 {
-            Some((base, base_index)) if !from_base.is_empty() => base.read(base_index, offset, from_base),
+            Some((base, piece)) if !from_base.is_empty() => piece.read(base, offset, from_base),
             _ => Ok(()),
         }
     }
@@ -81,10 +82,11 @@ mod tests {
         let info = || TensorInfo { name: "w".into(), dtype: Dtype::U8, shape: vec![6] };
         let in_memory = || MemoryCheckpoint::new([(info(), &data[..])]).unwrap();
         let (memory, disk) = (in_memory(), OnDisk(in_memory()));
+        let first = Piece::of(0, None);
         let mut padded = data.to_vec();
         padded.resize(16, 0);
         for (base, expected) in
-            [(Some((&memory as &dyn Checkpoint, 0)), &padded), (Some((&disk, 0)), &padded), (None, &vec![0; 16])]
+            [(Some((&memory as &dyn Checkpoint, &first)), &padded), (Some((&disk, &first)), &padded), (None, &vec![0; 16])]
         {
             let base = PaddedBase(base);
             for start in 0..10 {
@@ -97,8 +99,8 @@ mod tests {
                 }
             }
         }
-        assert_eq!(PaddedBase::new(Some(&memory), Some(0)).in_place(2, 4), Some(&data[2..]));
-        assert_eq!(PaddedBase::new(Some(&memory), Some(0)).in_place(2, 5), None);
-        assert_eq!(PaddedBase::new(Some(&disk), Some(0)).in_place(2, 4), None);
+        assert_eq!(PaddedBase::new(Some(&memory), Some(&first)).in_place(2, 4), Some(&data[2..]));
+        assert_eq!(PaddedBase::new(Some(&memory), Some(&first)).in_place(2, 5), None);
+        assert_eq!(PaddedBase::new(Some(&disk), Some(&first)).in_place(2, 4), None);
     }
 }

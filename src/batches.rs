@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use crate::checkpoint::Checkpoint;
+use crate::cut::Piece;
 use crate::watch::Progress;
 use blake3::Hash;
 use rayon::prelude::*;
@@ -86,10 +87,10 @@ impl<T> Pool<T> {
     }
 }
 
-/// Hashes a whole tensor of a checkpoint on all threads.
-pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, tensor_index: usize, progress: Progress<'_>) -> Result<Hash> {
+/// Hashes a piece of a checkpoint on all threads.
+pub(crate) fn hash_piece(of: &dyn Checkpoint, piece: &Piece, progress: Progress<'_>) -> Result<Hash> {
     const PIECE: u64 = 1 << 20;
-    let bytes = checkpoint.tensors()[tensor_index].bytes();
+    let bytes = piece.size(of);
     let buffers = Pool::new(Vec::new);
     let mut pieces = Vec::new();
     in_batches(
@@ -98,7 +99,7 @@ pub(crate) fn hash_tensor(checkpoint: &dyn Checkpoint, tensor_index: usize, prog
         |&mut offset| {
             let size = PIECE.min(bytes - offset) as usize;
             progress.done(size as u64)?;
-            buffers.with(|buffer| Ok(digest::of_piece(checkpoint.bytes(tensor_index, offset, size, buffer)?, offset, bytes)))
+            buffers.with(|buffer| Ok(digest::of_piece(piece.bytes(of, offset, size, buffer)?, offset, bytes)))
         },
         |_, piece| {
             pieces.push(piece);

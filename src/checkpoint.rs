@@ -2,12 +2,18 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
 use std::path::PathBuf;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::DIGEST_SIZE;
 use tpde_core::lane::Dtype;
 use tpde_core::layout::StridedLayout;
 use tpde_core::rectangle::Rectangle;
+
+/// Maximum distance in bytes of runs that are read together. Reading a page costs less than a call.
+const MAX_GAP: u64 = 4096;
+/// Maximum number of bytes that are read together.
+const MAX_SPAN: u64 = 64 << 10;
 
 /// Name, dtype and shape of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,11 +88,25 @@ pub trait Checkpoint: Sync {
         Vec::new()
     }
 
-    /// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on, if the checkpoint stores that
-    /// rectangle apart from the rest of the tensor, or must not be read between its runs. Returns whether it did.
+    /// Fills `out` with bytes of a rectangle of a tensor, from byte `offset` of the rectangle on. The rectangle must have these bytes.
+    /// Runs that are near each other are read together, with the bytes between them if the checkpoint holds those. A checkpoint
+    /// overrides this method if it stores rectangles apart from the rest of the tensor, or must not be read between their runs.
     #[doc(hidden)]
-    fn read_part(&self, _tensor_index: usize, _runs: &StridedLayout, _offset: u64, _out: &mut [u8]) -> Result<bool> {
-        Ok(false)
+    fn read_runs(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<()> {
+        let mut scratch = Vec::new();
+        let mut near: Vec<(u64, Range<usize>)> = Vec::new();
+        runs.try_each(offset, out.len(), |at, range| -> Result<()> {
+            let is_near = |(start, _): &(u64, Range<usize>), (last, bytes): &(u64, Range<usize>)| {
+                at - (last + bytes.len() as u64) <= MAX_GAP && at + range.len() as u64 - start <= MAX_SPAN
+            };
+            if !near.first().zip(near.last()).is_none_or(|(first, last)| is_near(first, last)) {
+                read_near(self, tensor_index, &near, out, &mut scratch)?;
+                near.clear();
+            }
+            near.push((at, range));
+            Ok(())
+        })?;
+        read_near(self, tensor_index, &near, out, &mut scratch)
     }
 
     /// Returns the files of the checkpoint, if it has files. A pair of this target then describes them too.
@@ -95,10 +115,10 @@ pub trait Checkpoint: Sync {
         None
     }
 
-    /// Compares digests of bytes that were read from this checkpoint with those that the checkpoint must have. Encoding calls this
-    /// after its last read.
+    /// Compares digests of regions that were read from this checkpoint with those that the checkpoint must have. A region that was not
+    /// hashed has no digest. Encoding calls this after its last read.
     #[doc(hidden)]
-    fn check_digests(&self, _read: &mut dyn Iterator<Item = ReadDigest<'_>>) -> Result<()> {
+    fn check_digests(&self, _read: &mut dyn Iterator<Item = (Region, Option<&[u8; DIGEST_SIZE]>)>) -> Result<()> {
         Ok(())
     }
 
@@ -138,15 +158,84 @@ pub trait CheckpointFiles {
     fn content(&self, name: &str, has_tensors: bool) -> Result<Option<Vec<u8>>>;
 }
 
-/// The digest of a tensor, or of a rectangle of it, formed from bytes that were read.
-#[doc(hidden)]
-pub struct ReadDigest<'a> {
-    /// Index of the tensor in the checkpoint.
-    pub tensor_index: usize,
-    /// The bytes of the rectangle; `None` for the whole tensor.
+/// A tensor of a checkpoint, or a rectangle of it.
+#[derive(Debug, Clone)]
+pub struct Region {
+    /// Tensor number in the checkpoint.
+    pub tensor: usize,
+    /// The bytes of the rectangle in that tensor; `None` for the whole tensor.
     pub runs: Option<StridedLayout>,
-    /// BLAKE3-128; `None` if the bytes were read but not hashed.
-    pub digest: Option<&'a [u8; DIGEST_SIZE]>,
+}
+
+impl Region {
+    /// A rectangle of a tensor of this dtype and shape.
+    pub fn new(tensor: usize, dtype: Dtype, shape: &[u64], origin: &[u64], extent: &[u64]) -> Self {
+        Self { tensor, runs: (shape != extent).then(|| StridedLayout::of_rectangle(dtype.bits(), shape, None, origin, extent)) }
+    }
+
+    /// Size in bytes.
+    pub fn size(&self, of: &dyn Checkpoint) -> u64 {
+        self.runs.as_ref().map_or_else(|| of.tensors()[self.tensor].bytes(), StridedLayout::bytes)
+    }
+
+    /// Fills `out` with bytes from byte `offset` on.
+    pub fn read(&self, of: &dyn Checkpoint, offset: u64, out: &mut [u8]) -> Result<()> {
+        let Some(runs) = &self.runs else { return of.read(self.tensor, offset, out) };
+        if offset.checked_add(out.len() as u64).is_none_or(|end| end > runs.bytes()) {
+            let reason = format!("a part of tensor {} does not have {} bytes from byte {offset} on", self.tensor, out.len());
+            return Err(Error::InvalidArgument(reason));
+        }
+        of.read_runs(self.tensor, runs, offset, out)
+    }
+
+    /// `size` bytes from byte `offset` on, if they are in memory.
+    pub fn in_place<'a>(&self, of: &'a dyn Checkpoint, offset: u64, size: usize) -> Option<&'a [u8]> {
+        let at = match &self.runs {
+            Some(runs) => runs.contiguous_at(offset, size)?,
+            None => offset,
+        };
+        of.in_place(self.tensor, at, size)
+    }
+
+    /// `size` bytes from byte `offset` on: borrowed if they are in memory, else read into `scratch`.
+    pub fn bytes<'a>(&self, of: &'a dyn Checkpoint, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        if let Some(bytes) = self.in_place(of, offset, size) {
+            return Ok(bytes);
+        }
+        scratch.resize(size.max(scratch.len()), 0);
+        self.read(of, offset, &mut scratch[..size])?;
+        Ok(&scratch[..size])
+    }
+
+    /// Whether a checkpoint has a range of bytes.
+    pub fn is_held(&self, of: &dyn Checkpoint, bytes: Range<u64>) -> bool {
+        let (offset, size) = (bytes.start, (bytes.end - bytes.start) as usize);
+        let holds = |at: u64, size: usize| of.holds(self.tensor, at, size);
+        let each =
+            |runs: &StridedLayout| runs.try_each(offset, size, |at, range| if holds(at, range.len()) { Ok(()) } else { Err(()) });
+        self.runs.as_ref().map_or_else(|| holds(offset, size), |runs| each(runs).is_ok())
+    }
+}
+
+/// Reads runs of a tensor into their ranges of `out`, together with the bytes between them if the checkpoint holds those.
+fn read_near(
+    of: &(impl Checkpoint + ?Sized),
+    tensor: usize,
+    runs: &[(u64, Range<usize>)],
+    out: &mut [u8],
+    scratch: &mut Vec<u8>,
+) -> Result<()> {
+    if let [(start, _), .., (last, bytes)] = runs {
+        let size = (last - start) as usize + bytes.len();
+        if of.holds(tensor, *start, size) {
+            let span = of.bytes(tensor, *start, size, scratch)?;
+            for (at, range) in runs {
+                out[range.clone()].copy_from_slice(&span[(at - start) as usize..][..range.len()]);
+            }
+            return Ok(());
+        }
+    }
+    runs.iter().try_for_each(|(at, range)| of.read(tensor, *at, &mut out[range.clone()]))
 }
 
 /// A checkpoint in memory, row-major and little-endian as in safetensors.

@@ -38,7 +38,7 @@ pub struct Work<'a> {
     pub index: &'a ValidatedIndex,
     /// The blob of the same pair.
     pub blob: &'a dyn Source,
-    /// The base.
+    /// The base lanes: a tensor for each of `tensors` that has a base. Tensors are found by position. Their names may repeat.
     pub base: &'a dyn Checkpoint,
     /// For each tensor, its position in the index, and the position of its base tensor in `base`. Dtypes and shapes have been
     /// checked.

@@ -8,10 +8,10 @@ use super::moves::Moves;
 use super::plan::{Item, Plan};
 use super::range::{self, Changes};
 use super::request::{ApplyReport, Request, Sink};
-use super::slices;
 use super::slices_to_path::{self, GROUP_BYTES, Output};
 use super::to_path;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, MemoryCheckpoint, TensorInfo};
+use crate::cut::Piece;
 use crate::reader::{Pair, VerifyReport};
 use crate::safetensors::{display_name, outputs, target_metadata};
 use crate::slice::{FusedSlices, Memories};
@@ -284,7 +284,7 @@ impl<'a, B: Source> Apply<'a, B> {
     pub(crate) fn slices(&self, memories: &Memories<'_>, bytes: Option<&mut [&mut [u8]]>) -> Result<ApplyReport> {
         let entries = memories.slices.iter().flat_map(|slice| self.pair.index().entries(slice.name));
         let request = self.request_for(entries.collect::<Vec<_>>())?;
-        slices::rebuild(&request, memories, bytes)
+        request.to_slices(memories, bytes)
     }
 
     /// Writes slices as one safetensors file with a new header, each under the name of its tensor, and with the shape of its
@@ -345,26 +345,25 @@ impl<'a, B: Source> Apply<'a, B> {
     /// read and one hash of the selected tensors of the base.
     #[must_use]
     pub fn explain(&self, error: Error) -> Error {
-        self.explain_with(error, |base, tensor| base.find(tensor.base_name).filter(|_| tensor.base_kind != BaseKind::None))
+        self.explain_with(error, |tensor, base| match (tensor.base_kind, tensor.derived) {
+            (BaseKind::None, _) => None,
+            (_, Some(_)) => find_base(tensor, base).ok().flatten(),
+            _ => named(tensor, base, tensor.base_name),
+        })
     }
 
     /// [`Apply::explain`] for an application in place. The base must hold the caller's tensors, under their names in the target.
     #[must_use]
     pub fn explain_in_place(&self, error: Error) -> Error {
-        self.explain_with(error, |base, tensor| base.find(tensor.name))
+        self.explain_with(error, |tensor, base| named(tensor, base, tensor.name))
     }
 
-    fn explain_with(&self, error: Error, find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>) -> Error {
-        let base = self.base.unwrap_or(&EMPTY);
-        let mut request = Request::new(self.pair, base, &self.watcher, &find);
-        request.selected = self.selected.clone();
+    fn explain_with(&self, error: Error, find: impl Fn(&Tensor<'_>, &dyn Checkpoint) -> Option<Piece>) -> Error {
+        let request = self.unchecked_request();
         // If the base holds only a part of an entry, its digest cannot be compared.
-        let is_held = |i: &usize| {
-            let bytes = request.base().tensors().get(*i).map_or(0, TensorInfo::bytes);
-            request.base().holds(*i, 0, bytes as usize)
-        };
-        let of = |tensor: &Tensor<'_>| find(base, tensor).map(|found| request.position(tensor, found)).filter(is_held);
-        let plan = Plan { items: request.selected().map(|tensor| Item::whole(tensor, of(&tensor))).collect() };
+        let is_held = |piece: &Piece| piece.is_held(request.base, 0, piece.size(request.base) as usize);
+        let item = |tensor| Item::whole(tensor, find(&tensor, request.base).filter(is_held));
+        let plan = Plan { items: request.selected().map(item).collect() };
         request.engine(&plan).explain(error)
     }
 
@@ -413,8 +412,7 @@ impl<'a, B: Source> Apply<'a, B> {
     }
 
     fn unchecked_request(&self) -> Request<'_, B> {
-        let find = |base: &dyn Checkpoint, tensor: &Tensor<'_>| base.find(tensor.base_name);
-        let mut request = Request::new(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher, find);
+        let mut request = Request::new(self.pair, self.base.unwrap_or(&EMPTY), &self.watcher);
         request.selected = self.selected.clone();
         request.digests = self.digests;
         request.accelerator = self.accelerator;
@@ -430,4 +428,12 @@ impl<'a, B: Source> Apply<'a, B> {
         }
         Ok(())
     }
+}
+
+/// The lanes of an entry in the tensor of this name. A part needs a tensor of its dtype and whole shape.
+fn named(tensor: &Tensor<'_>, base: &dyn Checkpoint, name: &str) -> Option<Piece> {
+    let is_whole = tensor.part.is_none() && tensor.derived.is_none();
+    let fits = |info: &TensorInfo| is_whole || info.dtype == tensor.dtype && info.shape == tensor.whole_shape();
+    let found = base.find(name).filter(|&i| fits(&base.tensors()[i]))?;
+    Some(Piece::of(found, tensor.layout()))
 }

@@ -80,7 +80,7 @@ pub(super) struct Hashes {
 
 /// Step 8 for a block: fills `lanes` with the base lanes from `first_lane` on and adds them to `sum`. Lanes beyond the end of the
 /// base are zero (section 8.2).
-fn base_lanes(tensor: &Tensor<'_>, base: PaddedBase<'_>, first_lane: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
+fn base_lanes(tensor: &Tensor<'_>, base: PaddedBase<'_, '_>, first_lane: u64, lanes: &mut [u8], sum: &mut ChunkSum) -> Result<()> {
     let offset = first_lane * tensor.lane_bytes() as u64;
     match base.in_place(offset, lanes.len()) {
         Some(bytes) => sum.copy(bytes, lanes),
@@ -94,7 +94,7 @@ fn base_lanes(tensor: &Tensor<'_>, base: PaddedBase<'_>, first_lane: u64, lanes:
 
 /// [`decode`] with base lanes of a checkpoint. `base` has the dtype of the target.
 pub(super) fn decode_from(
-    base: PaddedBase<'_>,
+    base: PaddedBase<'_, '_>,
     chunks: &dyn Chunks,
     tensor: &Tensor<'_>,
     chunk: u32,
@@ -118,7 +118,7 @@ pub(super) fn decode_from(
 /// [`decode_from`] for lanes that are not read soon, so that they need not be in the cache: faster for large chunks of codec
 /// `conditioned` whose lanes are not hashed, because the decoder copies the base lanes.
 pub(super) fn decode_to(
-    base: PaddedBase<'_>,
+    base: PaddedBase<'_, '_>,
     chunks: &dyn Chunks,
     tensor: &Tensor<'_>,
     chunk: u32,

@@ -1,8 +1,8 @@
 //! Compares a checkpoint with the target of a pair, without decoding.
 
-use crate::batches::hash_tensor;
-use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::{Cut, Piece};
+use crate::batches::hash_piece;
+use crate::checkpoint::Checkpoint;
+use crate::cut::Piece;
 use crate::watch::Progress;
 use tpde_core::digest::{Root, short};
 use tpde_core::error::{Escaped, Result, Rule, hex};
@@ -32,15 +32,7 @@ pub fn check_target(index: &ValidatedIndex, target: &dyn Checkpoint, progress: P
         if info.dtype != tensor.dtype || info.shape != tensor.whole_shape() {
             return Err(broken(&format_args!("{} {:?}", info.dtype, info.shape)));
         }
-        let hash = match tensor.layout() {
-            None => hash_tensor(target, tensor_index, progress)?,
-            Some(runs) => {
-                let mut part = Cut::new(target);
-                let info = TensorInfo { shape: tensor.shape.to_vec(), ..info.clone() };
-                part.push(info, Piece::of(tensor_index, Some(runs)));
-                hash_tensor(&part, 0, progress)?
-            }
-        };
+        let hash = hash_piece(target, &Piece::of(tensor_index, tensor.layout()), progress)?;
         let found = short(&hash);
         if found != tensor.digests.target_digest {
             return Err(broken(&format_args!("digest {}", hex(&found))));

@@ -3,6 +3,7 @@
 use super::chunk::Hashes;
 use super::find::wrong_base;
 use super::plan::Plan;
+use crate::cut::Piece;
 use blake3::Hash;
 use std::collections::BTreeMap;
 use tpde_core::digest::{self, short};
@@ -14,8 +15,8 @@ use tpde_core::index::ValidatedIndex;
 pub(super) struct DigestCheck<'a> {
     index: &'a ValidatedIndex,
     plan: &'a Plan<'a>,
-    /// Gives the hash of a complete base tensor, by its position in the base.
-    hash_base: &'a dyn Fn(usize) -> Result<Hash>,
+    /// Gives the hash of base lanes.
+    hash_base: &'a dyn Fn(&Piece) -> Result<Hash>,
     /// Number of items at the front of the plan that are compared, or cannot be.
     ended: usize,
     /// Hashes of the chunks of the items after those. The chunks of each item come in order; those of the parts of one tensor may
@@ -28,7 +29,7 @@ pub(super) struct DigestCheck<'a> {
 }
 
 impl<'a> DigestCheck<'a> {
-    pub fn new(index: &'a ValidatedIndex, plan: &'a Plan<'a>, hash_base: &'a dyn Fn(usize) -> Result<Hash>) -> Self {
+    pub fn new(index: &'a ValidatedIndex, plan: &'a Plan<'a>, hash_base: &'a dyn Fn(&Piece) -> Result<Hash>) -> Self {
         let (base_root, target_root) = (digest::Root::default(), digest::Root::default());
         Self { index, plan, hash_base, ended: 0, chunks: BTreeMap::new(), of_tensors: false, base_root, target_root }
     }
@@ -71,7 +72,7 @@ impl<'a> DigestCheck<'a> {
             BaseKind::Same | BaseKind::Cast | BaseKind::Dequantised => {
                 Some(digest::combine(&chunks.iter().filter_map(|hashes| hashes.base).collect::<Vec<_>>()))
             }
-            BaseKind::Prefix => item.base.map(self.hash_base).transpose()?,
+            BaseKind::Prefix => item.base.as_ref().map(self.hash_base).transpose()?,
         };
         if let Some(found) = base_hash.as_ref().map(short).filter(|found| *found != tensor.digests.base_digest) {
             // The chunk sums matched. Either the base is forged, or it is a `prefix` base that differs in rows the target lacks.

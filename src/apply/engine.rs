@@ -8,8 +8,9 @@ use super::memory::{Pieces, RUN_BYTES, Role, divide};
 use super::payloads::ComparedPayloads;
 use super::plan::{Item, Plan, Task};
 use crate::base::PaddedBase;
-use crate::batches::{Pool, batches, hash_tensor, in_parallel};
-use crate::checkpoint::Checkpoint;
+use crate::batches::{Pool, batches, hash_piece, in_parallel};
+use crate::checkpoint::{Checkpoint, Region};
+use crate::cut::Piece;
 use crate::reader::{Pair, PayloadDigests};
 use crate::watch::{NoProgress, Progress};
 use blake3::Hash;
@@ -34,7 +35,7 @@ pub(crate) struct Engine<'a, B> {
     /// Whether digests of complete items are compared.
     pub digests: bool,
     pub progress: Progress<'a>,
-    /// Hashes of complete base tensors, by position in the base. Several target tensors may share a base tensor.
+    /// Hashes of whole base tensors, by position in the base. Several target tensors may share a base tensor.
     pub(super) whole_bases: Mutex<BTreeMap<usize, Hash>>,
 }
 
@@ -56,7 +57,7 @@ impl<'a, B: Source> Engine<'a, B> {
     ) -> Result<PayloadDigests> {
         let workers = Pool::new(DecodeWorker::new);
         let compared = ComparedPayloads::new(self.chunks, self.plan.chunks());
-        let hash_base = |base_index| self.hash_base(base_index);
+        let hash_base = |base: &Piece| self.hash_base(base);
         let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
         // After an error no later chunk is begun in place. Earlier ones run, so that the first error is always the same.
         let failed = AtomicUsize::new(usize::MAX);
@@ -100,7 +101,7 @@ impl<'a, B: Source> Engine<'a, B> {
         let item = &self.plan.items[task.item];
         let (tensor, size) = (&item.tensor, item.bytes_of(task.chunk).1);
         let is_hashed = self.digests && item.is_complete;
-        let base = PaddedBase::new(Some(self.base), item.base);
+        let base = PaddedBase::new(Some(self.base), item.base.as_ref());
         if let (Role::Target, Some(lanes)) = (role, pieces.whole(size)) {
             let hashes = decode_to(base, chunks, tensor, task.chunk, worker, lanes, is_hashed)?;
             return Ok((hashes, observe(task, lanes)?));
@@ -127,12 +128,13 @@ impl<'a, B: Source> Engine<'a, B> {
         accelerator: &dyn Accelerator,
         store: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<PayloadDigests> {
-        let tensors: Vec<_> = self.plan.items.iter().map(|item| (item.tensor.place, item.base)).collect();
+        let (base, positions) = self.plan.bases(self.base);
+        let tensors: Vec<_> = self.plan.items.iter().map(|item| item.tensor.place).zip(positions).collect();
         let of_device = Mutex::new(None);
         let hashed = |hashes: TensorHashes| *of_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(hashes);
         let hashed: Option<&(dyn Fn(TensorHashes) + Sync)> = if self.digests { Some(&hashed) } else { None };
-        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: self.base, tensors: &tensors, hashed };
-        let hash_base = |base_index| self.hash_base(base_index);
+        let work = Work { index: self.pair.index(), blob: self.pair.blob(), base: &base, tensors: &tensors, hashed };
+        let hash_base = |base: &Piece| self.hash_base(base);
         let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
         let compared = accelerator.rebuild(&work, &mut |item, bytes| {
             let of_device = of_device.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -155,11 +157,11 @@ impl<'a, B: Source> Engine<'a, B> {
         let item = &self.plan.items[item];
         let tensor = &item.tensor;
         let chunk_bytes = tensor.chunk_lanes as usize * tensor.lane_bytes();
-        let base = item.base.filter(|_| tensor.base_kind.has_all_lanes());
+        let base = item.base.as_ref().filter(|_| tensor.base_kind.has_all_lanes());
         let hash = |scratch: &mut Vec<u8>, (i, lanes): (usize, &[u8])| {
             let offset = (i * chunk_bytes) as u64;
-            let hash_base = |base_index| -> Result<[u8; 32]> {
-                let bytes = self.base.bytes(base_index, offset, lanes.len(), scratch)?;
+            let hash_base = |base: &Piece| -> Result<[u8; 32]> {
+                let bytes = base.bytes(self.base, offset, lanes.len(), scratch)?;
                 Ok(digest::of_piece(bytes, offset, tensor.base_bytes()))
             };
             let base = base.map(hash_base).transpose()?;
@@ -168,14 +170,16 @@ impl<'a, B: Source> Engine<'a, B> {
         target.par_chunks(chunk_bytes).enumerate().map_init(Vec::new, hash).collect()
     }
 
-    /// The hash of a complete base tensor, computed once and cached. The watcher can stop the work, but no progress is reported.
-    pub(super) fn hash_base(&self, base_index: usize) -> Result<Hash> {
+    /// The hash of base lanes. That of a whole tensor is computed once. The watcher can stop the work, but no progress is reported.
+    pub(super) fn hash_base(&self, base: &Piece) -> Result<Hash> {
         let known = || self.whole_bases.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(hash) = known().get(&base_index) {
+        let hash = || hash_piece(self.base, base, &NoProgress(self.progress));
+        let Piece::Of(Region { tensor, runs: None }) = base else { return hash() };
+        if let Some(hash) = known().get(tensor) {
             return Ok(*hash);
         }
-        let hash = hash_tensor(self.base, base_index, &NoProgress(self.progress))?;
-        known().insert(base_index, hash);
+        let hash = hash()?;
+        known().insert(*tensor, hash);
         Ok(hash)
     }
 
@@ -201,10 +205,10 @@ impl<'a, B: Source> Engine<'a, B> {
         let mut wrong = None;
         let mut all_are_targets = true;
         for item in self.plan.items.iter().filter(|item| item.is_complete) {
-            // A tensor that needs no base has a position only in an application in place. If the pair was already applied, its
+            // A tensor that needs no base has base lanes only in an application in place. If the pair was already applied, its
             // memory holds the target.
-            let (tensor, Some(base_index)) = (&item.tensor, item.base) else { continue };
-            let found = short(&self.hash_base(base_index)?);
+            let (tensor, Some(base)) = (&item.tensor, &item.base) else { continue };
+            let found = short(&self.hash_base(base)?);
             all_are_targets &= found == tensor.digests.target_digest;
             if tensor.base_kind != BaseKind::None && found != tensor.digests.base_digest {
                 // The tensor of the chunk that failed, or else the first one whose base differs.
@@ -223,11 +227,11 @@ impl<'a, B: Source> Engine<'a, B> {
 
     /// Whether the base lanes of an item's chunks have the sums of the target.
     fn has_target_sums(&self, item: &Item<'_>) -> Result<bool> {
-        let Some(base_index) = item.base.filter(|_| item.tensor.base_kind != BaseKind::Prefix) else { return Ok(false) };
+        let Some(base) = item.base.as_ref().filter(|_| item.tensor.base_kind != BaseKind::Prefix) else { return Ok(false) };
         let mut buffer = Vec::new();
         for &chunk in &item.chunks {
             let (offset, size) = item.bytes_of(chunk);
-            let found = chunk_sum(self.base.bytes(base_index, offset, size, &mut buffer)?);
+            let found = chunk_sum(base.bytes(self.base, offset, size, &mut buffer)?);
             if found != self.pair.index().sums()[chunk as usize].target_sum.get() {
                 return Ok(false);
             }
@@ -254,7 +258,7 @@ mod tests {
         let target = MemoryCheckpoint::new([(info, &[7; 2000][..])]).unwrap();
         let (pair, _) = Encode::new(&target).to_memory().unwrap();
         let task = Task { item: 0, chunk: 0 };
-        let whole = Plan { items: vec![Item::in_memory(pair.index().tensor(0), None, 0)] };
+        let whole = Plan::in_memories(pair.index().tensors(), &MemoryCheckpoint::EMPTY).unwrap();
         assert_eq!(cost(&whole, task), 2000);
         let mut memory = [0; 1000];
         let column = SliceMut::new("t", Rectangle::new([0, 1], [1000, 1]), &mut memory);

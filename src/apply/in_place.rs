@@ -2,12 +2,12 @@
 
 use super::engine::Engine;
 use super::kept::KeptPayloads;
-use super::memory::{MemoryBase, Role};
-use super::plan::{Plan, Task, check_in_place};
+use super::memory::Role;
+use super::plan::{Plan, Task, check_in_place, no_tensor};
 use super::request::ApplyReport;
 use crate::checkpoint::{MemoryCheckpoint, TensorInfo};
 use crate::reader::{Pair, PayloadDigests};
-use crate::slice::{Memories, SliceMut};
+use crate::slice::{Memories, PlacedSlice, Slice, SliceCheckpoint, SliceMut};
 use crate::watch::{NoProgress, Progress};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -86,13 +86,8 @@ impl<B: Source> InPlaceRun<'_, B> {
             }
             InPlace::ChunkByChunk => self.write(&Engine { digests: false, ..engine }, &mut memories)?,
         };
-        Ok(ApplyReport {
-            tensors: memories.tensors(),
-            bytes: memories.held_bytes(),
-            digests_checked: self.mode == InPlace::AllChecked && self.digests && plan.items.iter().all(|item| item.is_complete),
-            payload_digests,
-            removed: Vec::new(),
-        })
+        let digests_checked = self.mode == InPlace::AllChecked && self.digests && plan.is_complete();
+        Ok(ApplyReport::of_slices(&memories, digests_checked, payload_digests))
     }
 
     /// Changes slices that have the base of the plan, after checks of all chunks by another pass. Compares digests too if
@@ -129,16 +124,26 @@ impl<B: Source> InPlaceRun<'_, B> {
 
     /// [`Error::AlreadyApplied`], if memory that a plan changes has the target.
     pub fn already_applied(&self, plan: &Plan<'_>, memories: &Memories<'_>) -> Option<Error> {
-        let bytes: Vec<&[u8]> = memories.bytes.iter().map(|bytes| &**bytes).collect();
-        let compared = Engine::new(self.pair, &MemoryBase::new(plan, &bytes), plan, self.progress).compare_bases(None);
+        let base = base_of(self.pair.index(), memories).ok()?;
+        let compared = Engine::new(self.pair, &base, plan, self.progress).compare_bases(None);
         compared.ok().flatten().filter(|error| matches!(error, Error::AlreadyApplied { .. }))
     }
 
     /// [`Engine::explain`] while the memory has the base.
     fn explain(&self, error: Error, plan: &Plan<'_>, memories: &Memories<'_>) -> Error {
-        let bytes: Vec<&[u8]> = memories.bytes.iter().map(|bytes| &**bytes).collect();
-        Engine::new(self.pair, &MemoryBase::new(plan, &bytes), plan, self.progress).explain(error)
+        let Ok(base) = base_of(self.pair.index(), memories) else { return error };
+        Engine::new(self.pair, &base, plan, self.progress).explain(error)
     }
+}
+
+/// The memory of a plan in place as its base, while nothing writes to it.
+pub(crate) fn base_of<'m>(index: &ValidatedIndex, memories: &'m Memories<'_>) -> Result<SliceCheckpoint<'m>> {
+    let slice = |PlacedSlice { name, rectangle, memory, range, pitch }: &PlacedSlice<'m>| {
+        let tensor = index.find(name)?;
+        let info = TensorInfo { name: (*name).to_owned(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
+        Some(Slice { pitch: *pitch, ..Slice::new(info, rectangle.clone(), &memories.bytes[*memory][range.clone()]) })
+    };
+    SliceCheckpoint::new(memories.slices.iter().filter_map(slice))
 }
 
 /// Memory of whole tensors, as that of slices.
@@ -151,8 +156,7 @@ pub(crate) fn whole_tensors<'t>(index: &ValidatedIndex, mut tensors: Vec<TensorM
     let mut slices = Vec::with_capacity(tensors.len());
     let mut previous = None;
     for TensorMut { name, bytes } in tensors {
-        let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)));
-        let tensor = index.find(name).ok_or_else(missing)?;
+        let tensor = index.find(name).ok_or_else(|| no_tensor(name))?;
         if previous.replace(name) == Some(name) {
             return Err(Error::InvalidArgument(format!("tensor {} occurs twice in the arguments", Escaped(name))));
         }

@@ -1,7 +1,6 @@
 //! The caller's memory, divided among chunks.
 
 use super::plan::{Plan, Task};
-use crate::checkpoint::{Checkpoint, TensorInfo};
 use std::ops::Range;
 use tpde_core::error::{Error, Result};
 use tpde_core::format::BaseKind;
@@ -102,41 +101,4 @@ pub(super) fn divide<'m>(memories: &'m mut [&mut [u8]], plan: &Plan<'_>, tasks: 
     }
     jobs.iter_mut().for_each(|(_, pieces)| pieces.0.sort_by_key(|(range, _)| range.start));
     Ok(jobs)
-}
-
-/// The base of an application in place, while nothing writes to it: a tensor per item of the plan.
-pub(super) struct MemoryBase<'m, 'a> {
-    plan: &'m Plan<'a>,
-    memories: &'m [&'m [u8]],
-    infos: Vec<TensorInfo>,
-}
-
-impl<'m, 'a> MemoryBase<'m, 'a> {
-    pub fn new(plan: &'m Plan<'a>, memories: &'m [&'m [u8]]) -> Self {
-        let info = |tensor: &Tensor<'_>| {
-            let (name, shape) = (tensor.base_name.to_owned(), tensor.shape.to_vec());
-            TensorInfo { name, dtype: tensor.dtype, shape }
-        };
-        Self { plan, memories, infos: plan.items.iter().map(|item| info(&item.tensor)).collect() }
-    }
-}
-
-impl Checkpoint for MemoryBase<'_, '_> {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.infos
-    }
-
-    fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let mut count = 0;
-        for place in &self.plan.items[tensor_index].places {
-            let memory = self.memories[place.memory];
-            count += place.placement.try_each(offset, out.len(), |at, range| {
-                let size = range.len();
-                out[range].copy_from_slice(&memory[at..][..size]);
-                Ok::<_, Error>(())
-            })?;
-        }
-        let lacking = || format!("the memory has {count} of {} bytes from byte {offset} on of tensor {tensor_index}", out.len());
-        if count == out.len() { Ok(()) } else { Err(Error::InvalidArgument(lacking())) }
-    }
 }

@@ -1,12 +1,16 @@
-//! The plan of an application: which chunks are decoded, and where their bytes are in the caller's memory.
+//! The plan of an application: which chunks are decoded, where their base lanes are in the base, and where their bytes are in the
+//! caller's memory.
 
-use crate::checkpoint::Checkpoint;
+use super::find::find_base;
+use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::cut::{Cut, Piece};
 use crate::slice::{Memories, PlacedSlice, View, check_disjoint};
 use std::ops::Range;
 use tpde_core::error::{Error, Escaped, List, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::index::{Tensor, ValidatedIndex};
-use tpde_core::layout::{Placement, relation};
+use tpde_core::layout::{Placement, StridedLayout, relation};
+use tpde_core::rectangle::Rectangle;
 
 /// What an application decodes.
 #[derive(Default)]
@@ -18,8 +22,8 @@ pub(crate) struct Plan<'a> {
 /// An entry of the pair, of which some chunks are decoded.
 pub(crate) struct Item<'a> {
     pub tensor: Tensor<'a>,
-    /// Position of its base tensor in the base. In place, its number in `MemoryBase`. `None` if there is none.
-    pub base: Option<usize>,
+    /// Its base lanes in the base. In place, those in memory, also if the entry needs no base.
+    pub base: Option<Piece>,
     /// The chunks, ascending.
     pub chunks: Vec<u32>,
     /// Where its bytes are in memory.
@@ -47,21 +51,8 @@ pub(crate) struct Task {
 
 impl<'a> Item<'a> {
     /// All chunks of an entry.
-    pub fn whole(tensor: Tensor<'a>, base: Option<usize>) -> Self {
+    pub fn whole(tensor: Tensor<'a>, base: Option<Piece>) -> Self {
         Self { tensor, base, chunks: tensor.chunks().collect(), places: Vec::new(), is_complete: true }
-    }
-
-    /// All chunks of an entry, whose bytes are those of a memory.
-    pub fn in_memory(tensor: Tensor<'a>, base: Option<usize>, memory: usize) -> Self {
-        let place = Place { memory, placement: Placement::whole(tensor.bytes()), slice: memory };
-        Self { places: vec![place], ..Self::whole(tensor, base) }
-    }
-
-    /// The chunks of an entry that have some of its bytes `bytes`. `placement` says where these are. Digests are not compared.
-    pub fn in_part(tensor: Tensor<'a>, base: Option<usize>, bytes: &Range<u64>, placement: Placement) -> Self {
-        let width = tensor.lane_bytes() as u64;
-        let chunks = tensor.chunks_of(&(bytes.start / width..bytes.end / width)).collect();
-        Self { tensor, base, chunks, places: vec![Place { memory: 0, placement, slice: 0 }], is_complete: false }
     }
 
     /// Leaves out the chunks of which no memory has bytes.
@@ -109,6 +100,72 @@ impl<'a> Item<'a> {
 }
 
 impl<'a> Plan<'a> {
+    /// All chunks of entries.
+    ///
+    /// # Errors
+    /// Those of [`find_base`].
+    pub fn whole(entries: impl IntoIterator<Item = Tensor<'a>>, base: &dyn Checkpoint) -> Result<Self> {
+        let item = |tensor| Ok(Item::whole(tensor, find_base(&tensor, base)?));
+        Ok(Self { items: entries.into_iter().map(item).collect::<Result<_>>()? })
+    }
+
+    /// All chunks of entries, each of which has a memory of its own.
+    ///
+    /// # Errors
+    /// Those of [`find_base`].
+    pub fn in_memories(entries: impl IntoIterator<Item = Tensor<'a>>, base: &dyn Checkpoint) -> Result<Self> {
+        let mut plan = Self::whole(entries, base)?;
+        for (memory, item) in plan.items.iter_mut().enumerate() {
+            item.places = vec![Place { memory, placement: Placement::whole(item.tensor.bytes()), slice: memory }];
+        }
+        Ok(plan)
+    }
+
+    /// All chunks of a tensor. Digests are not compared.
+    fn of_tensor(index: &'a ValidatedIndex, name: &str, base: &dyn Checkpoint) -> Result<Self> {
+        let mut plan = Self::whole(index.entries(name), base)?;
+        plan.items.iter_mut().for_each(|item| item.is_complete = false);
+        if plan.items.is_empty() { Err(no_tensor(name)) } else { Ok(plan) }
+    }
+
+    /// The chunks that have bytes of a range of elements of a tensor, and the size of the range in bytes. The memory has the range.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such tensor or range, or if the pair has only some parts of the range; those of
+    /// [`find_base`].
+    pub fn of_range(index: &'a ValidatedIndex, name: &str, elements: Range<u64>, base: &dyn Checkpoint) -> Result<(Self, u64)> {
+        let mut plan = Self::of_tensor(index, name, base)?;
+        let first = &plan.items[0].tensor;
+        let (lanes, width) = (first.lanes_of_whole(elements)?, first.lane_bytes() as u64);
+        let (wanted, mut covered) = (lanes.start * width..lanes.end * width, 0);
+        for item in &mut plan.items {
+            let layout = item.tensor.layout().unwrap_or_else(|| StridedLayout::contiguous(0, item.tensor.bytes()));
+            let bytes = layout.before(wanted.start)..layout.before(wanted.end);
+            covered += bytes.end - bytes.start;
+            item.chunks = item.tensor.chunks_of(&(bytes.start / width..bytes.end / width)).collect();
+            item.places = vec![Place { memory: 0, placement: Placement::of_range(layout, &wanted), slice: 0 }];
+        }
+        let size = wanted.end - wanted.start;
+        if covered < size {
+            let reason = format!("the pair has parts with {covered} of {size} bytes of the range of tensor {}", Escaped(name));
+            return Err(Error::InvalidArgument(reason));
+        }
+        Ok((plan, size))
+    }
+
+    /// The chunks of a tensor that change.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is no such tensor; [`Error::Incomplete`] if the pair has only some parts of it; those of
+    /// [`find_base`].
+    pub fn of_changes(index: &'a ValidatedIndex, name: &str, base: &dyn Checkpoint) -> Result<Self> {
+        let mut plan = Self::of_tensor(index, name, base)?;
+        index.check_has(name, &Rectangle::whole(plan.items[0].tensor.whole_shape()))?;
+        let is_changed = |chunk: &u32| index.records()[*chunk as usize].num_deltas.get() > 0;
+        plan.items.iter_mut().for_each(|item| item.chunks.retain(is_changed));
+        Ok(plan)
+    }
+
     /// The chunks that have bytes of slices. Items have no base yet.
     ///
     /// # Errors
@@ -139,43 +196,37 @@ impl<'a> Plan<'a> {
         Ok(plan)
     }
 
-    /// The chunks that are changed in place in slices. Items have their positions in a [`MemoryBase`](super::memory::MemoryBase) as
-    /// those of their bases.
+    /// The chunks that are changed in place in slices. The base has the tensors of the slices, in order of name.
     ///
     /// # Errors
     /// Those of [`Plan::of_slices`]; [`Error::InvalidArgument`] if a tensor cannot be changed in place; [`Error::NotHeld`] if slices
     /// have only some lanes of a chunk.
     pub fn in_place(index: &'a ValidatedIndex, memories: &Memories<'_>) -> Result<Self> {
         let mut plan = Self::of_slices(index, memories)?;
-        for (number, item) in plan.items.iter_mut().enumerate() {
+        let names: Vec<_> = memories.names().collect();
+        for item in &mut plan.items {
             check_in_place(&item.tensor)?;
             let is_cut = |&&chunk: &&u32| item.held(chunk) < item.bytes_of(chunk).1;
             if let Some(&chunk) = item.chunks.iter().find(is_cut) {
                 return Err(item.not_held(chunk, None, &memories.slices));
             }
-            item.base = Some(number);
+            item.base = names.binary_search(&item.tensor.name).ok().map(|number| Piece::of(number, item.tensor.layout()));
         }
         Ok(plan)
     }
 
-    /// The chunks from which slices are rebuilt, with a base of which only some lanes may be held. `find` finds the base tensor of an
-    /// entry in `base`.
+    /// The chunks from which slices are rebuilt, with a base of which only some lanes may be held.
     ///
     /// # Errors
-    /// Those of [`Plan::of_slices`] and of `find`; [`Error::NotHeld`] if the base lacks lanes of a chunk.
-    pub fn out_of_place(
-        index: &'a ValidatedIndex,
-        memories: &Memories<'_>,
-        base: &dyn Checkpoint,
-        find: impl Fn(&Tensor<'_>) -> Result<Option<usize>>,
-    ) -> Result<Self> {
+    /// Those of [`Plan::of_slices`] and [`find_base`]; [`Error::NotHeld`] if the base lacks lanes of a chunk.
+    pub fn out_of_place(index: &'a ValidatedIndex, memories: &Memories<'_>, base: &dyn Checkpoint) -> Result<Self> {
         let mut plan = Self::of_slices(index, memories)?;
         // An empty slice needs no base.
         plan.items.retain(|item| !item.chunks.is_empty());
-        plan.items.iter_mut().try_for_each(|item| find(&item.tensor).map(|found| item.base = found))?;
+        plan.items.iter_mut().try_for_each(|item| find_base(&item.tensor, base).map(|found| item.base = found))?;
         for item in &mut plan.items {
-            let Some(found) = item.base else { continue };
-            let is_held = |offset, size| size == 0 || base.holds(found, offset, size);
+            let Some(found) = &item.base else { continue };
+            let is_held = |offset, size| size == 0 || found.is_held(base, offset, size);
             for &chunk in &item.chunks {
                 let (offset, size) = item.bytes_of(chunk);
                 let size = item.tensor.base_bytes().saturating_sub(offset).min(size as u64) as usize;
@@ -192,8 +243,7 @@ impl<'a> Plan<'a> {
     /// Adds the entries of a tensor that have bytes of its slices, which have numbers from `first` on.
     fn add_slices(&mut self, index: &'a ValidatedIndex, slices: &[PlacedSlice<'_>], first: usize) -> Result<Vec<View<usize>>> {
         let name = slices[0].name;
-        let missing = || Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)));
-        let tensor = index.find(name).ok_or_else(missing)?;
+        let tensor = index.find(name).ok_or_else(|| no_tensor(name))?;
         let of_tensor = (name, tensor.dtype, tensor.whole_shape());
         let view = |slice: &PlacedSlice<'_>| {
             View::new(of_tensor, slice.rectangle.clone(), slice.pitch, slice.range.len() as u64, slice.memory)
@@ -241,6 +291,24 @@ impl<'a> Plan<'a> {
         })
     }
 
+    /// The base lanes of the items as tensors of a checkpoint, and the position of each item's.
+    pub fn bases<'b>(&self, base: &'b dyn Checkpoint) -> (Cut<'b>, Vec<Option<usize>>) {
+        let mut cut = Cut::new(base);
+        let mut push = |Item { tensor, base, .. }: &Item<'_>| {
+            let rows = tensor.base_shape().filter(|_| tensor.base_kind == BaseKind::Prefix);
+            let (name, shape) = (tensor.base_name.to_owned(), rows.unwrap_or_else(|| tensor.shape.to_vec()));
+            cut.push(TensorInfo { name, dtype: tensor.dtype, shape }, base.clone()?);
+            Some(cut.tensors().len() - 1)
+        };
+        let positions = self.items.iter().map(&mut push).collect();
+        (cut, positions)
+    }
+
+    /// Whether the digests of all items can be compared.
+    pub fn is_complete(&self) -> bool {
+        self.items.iter().all(|item| item.is_complete)
+    }
+
     /// Indexes of the chunks in the index map.
     pub fn chunks(&self) -> impl Iterator<Item = u32> + '_ {
         self.items.iter().flat_map(|item| item.chunks.iter().copied())
@@ -250,6 +318,11 @@ impl<'a> Plan<'a> {
     pub fn bytes_of(&self, task: Task) -> (u64, usize) {
         self.items[task.item].bytes_of(task.chunk)
     }
+}
+
+/// The error for a tensor that the pair lacks.
+pub(super) fn no_tensor(name: &str) -> Error {
+    Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)))
 }
 
 /// Checks that memory of an entry's base can hold its target.

@@ -3,16 +3,13 @@
 use super::engine::Engine;
 use super::memory::Role;
 use super::moves::Moves;
-use super::plan::{Item, Plan, Task};
+use super::plan::{Plan, Task};
 use super::request::Request;
 use crate::base::PaddedBase;
 use crate::batches::Pool;
 use std::ops::Range;
-use tpde_core::error::{Error, Escaped, Result};
-use tpde_core::index::Tensor;
+use tpde_core::error::{Error, Result};
 use tpde_core::lane::with_lane;
-use tpde_core::layout::{Placement, StridedLayout};
-use tpde_core::rectangle::Rectangle;
 use tpde_core::source::Source;
 
 /// The changed elements of a tensor. The result of [`Apply::changes`](crate::Apply::changes).
@@ -58,40 +55,12 @@ impl Changes {
     }
 }
 
-/// The entries of a tensor, each with the position of its base tensor.
-fn entries<'a, B: Source>(request: &Request<'a, B>, name: &str) -> Result<Vec<(Tensor<'a>, Option<usize>)>> {
-    let entries = request.pair.index().entries(name).map(|tensor| Ok((tensor, request.find_base(&tensor)?)));
-    let entries: Vec<_> = entries.collect::<Result<_>>()?;
-    match entries.is_empty() {
-        true => Err(Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name)))),
-        false => Ok(entries),
-    }
-}
-
 /// The bytes of a range of elements. Decodes only the chunks that have bytes of the range.
 pub(super) fn range<B: Source>(request: &Request<'_, B>, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
-    let entries = entries(request, name)?;
-    let first = entries[0].0;
-    let (lanes, width) = (first.lanes_of_whole(elements)?, first.lane_bytes() as u64);
-    let wanted = lanes.start * width..lanes.end * width;
-    let (mut items, mut covered) = (Vec::new(), 0);
-    for (tensor, base) in entries {
-        let layout = tensor.layout().unwrap_or_else(|| StridedLayout::contiguous(0, tensor.bytes()));
-        let bytes = layout.before(wanted.start)..layout.before(wanted.end);
-        covered += bytes.end - bytes.start;
-        items.push(Item::in_part(tensor, base, &bytes, Placement::of_range(layout, &wanted)));
-    }
-    let size = wanted.end - wanted.start;
-    if covered < size {
-        let name = Escaped(name);
-        return Err(Error::InvalidArgument(format!(
-            "the pair has parts with {covered} of {size} bytes of the range of tensor {name}"
-        )));
-    }
+    let (plan, size) = Plan::of_range(request.pair.index(), name, elements, request.base)?;
     let mut out = Vec::new();
     let size = usize::try_from(size).ok().filter(|&size| out.try_reserve_exact(size).is_ok());
     out.resize(size.ok_or_else(|| Error::io("allocate", name.as_ref(), std::io::ErrorKind::OutOfMemory.into()))?, 0);
-    let plan = Plan { items };
     // A range is not part of what is announced to the watcher.
     let engine = Engine { progress: &|_| {}, ..request.engine(&plan) };
     engine.execute(&mut [&mut out], Role::Target, |_, _| Ok(()), |()| {})?;
@@ -100,8 +69,8 @@ pub(super) fn range<B: Source>(request: &Request<'_, B>, name: &str, elements: R
 
 /// The elements whose bits differ between base and target, with their new values.
 pub(super) fn changes<B: Source>(request: &Request<'_, B>, name: &str) -> Result<Changes> {
-    let (plan, first) = changed_chunks(request, name)?;
-    let element = first.element_bytes();
+    let plan = Plan::of_changes(request.pair.index(), name, request.base)?;
+    let element = plan.items[0].tensor.element_bytes();
     let layouts: Vec<_> = plan.items.iter().map(|item| item.tensor.layout()).collect();
     let of_chunk = |task: Task, old: &[u8], new: &[u8]| {
         let start = plan.bytes_of(task).0;
@@ -124,28 +93,14 @@ pub(super) fn changes<B: Source>(request: &Request<'_, B>, name: &str) -> Result
 
 /// How far the lanes of a tensor move.
 pub(super) fn moves<B: Source>(request: &Request<'_, B>, name: &str) -> Result<Moves> {
-    let (plan, Tensor { dtype, .. }) = changed_chunks(request, name)?;
+    let plan = Plan::of_changes(request.pair.index(), name, request.base)?;
+    let dtype = plan.items[0].tensor.dtype;
     let mut moves = Moves::default();
     let of_chunk = |_, old: &[u8], new: &[u8]| with_lane!(dtype.lane_bytes(), L => Moves::of::<L>(dtype, old, new));
     compare_lanes(request, &plan, of_chunk, |in_chunk| moves.add(&in_chunk))?;
     let lanes = plan.items.iter().map(|item| item.tensor.lanes).sum::<u64>();
     moves.unchanged = lanes - moves.changed();
     Ok(moves)
-}
-
-/// The changed chunks of the entries of a tensor, and its first entry.
-fn changed_chunks<'a, B: Source>(request: &Request<'a, B>, name: &str) -> Result<(Plan<'a>, Tensor<'a>)> {
-    let index = request.pair.index();
-    let entries = entries(request, name)?;
-    let first = entries[0].0;
-    index.check_has(name, &Rectangle::whole(first.whole_shape()))?;
-    let is_changed = |chunk: &u32| index.records()[*chunk as usize].num_deltas.get() > 0;
-    let item = |(tensor, base)| {
-        let mut item = Item { is_complete: false, ..Item::whole(tensor, base) };
-        item.chunks.retain(is_changed);
-        item
-    };
-    Ok((Plan { items: entries.into_iter().map(item).collect() }, first))
 }
 
 /// Decodes the chunks of a plan. Calls `of_chunk` with the base and the target lanes of each chunk, on any thread and in any order,
@@ -158,7 +113,7 @@ fn compare_lanes<B: Source, T: Send>(
 ) -> Result<()> {
     let buffers = Pool::new(Vec::new);
     let observe = |task: Task, new: &[u8]| {
-        let base = PaddedBase::new(Some(request.base()), plan.items[task.item].base);
+        let base = PaddedBase::new(Some(request.base), plan.items[task.item].base.as_ref());
         buffers.with(|buffer| Ok(of_chunk(task, base.bytes(plan.bytes_of(task).0, new.len(), buffer)?, new)))
     };
     request.engine(plan).execute(&mut [], Role::Target, observe, add).map(drop)

@@ -1,6 +1,7 @@
 //! Rebuilds ranges of tensors when they are read; the target of a pair as a checkpoint.
 
 use super::chunk::{DecodeWorker, decode};
+use super::plan::Plan;
 use crate::base::PaddedBase;
 use crate::batches::Pool;
 use crate::checkpoint::{Checkpoint, TensorInfo};
@@ -140,17 +141,17 @@ impl<'a, B: Source> Rebuilder<'a, B> {
 pub(crate) struct RebuiltTarget<'a, B> {
     rebuilder: Rebuilder<'a, B>,
     base: &'a dyn Checkpoint,
-    /// For each entry, the position of its base tensor in `base`. Dtypes and shapes have been checked.
-    bases: &'a [Option<usize>],
+    /// The plan of all entries.
+    plan: &'a Plan<'a>,
     tensors: Vec<TensorInfo>,
 }
 
 impl<'a, B: Source> RebuiltTarget<'a, B> {
-    /// The target that `pair` gives with `base`. `bases` has the position of each tensor's base tensor.
-    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, bases: &'a [Option<usize>]) -> Self {
+    /// The target that `pair` gives with `base`. The plan has all entries.
+    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, plan: &'a Plan<'a>) -> Self {
         let info =
             |tensor: Tensor<'_>| TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-        Self { rebuilder: Rebuilder::new(pair), base, bases, tensors: pair.index().tensors().map(info).collect() }
+        Self { rebuilder: Rebuilder::new(pair), base, plan, tensors: pair.index().tensors().map(info).collect() }
     }
 }
 
@@ -161,7 +162,7 @@ impl<B: Source> Checkpoint for RebuiltTarget<'_, B> {
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         let base = |tensor: &Tensor<'_>, offset, lanes: &mut [u8]| {
-            PaddedBase::new(Some(self.base), self.bases[tensor.place]).read(offset, lanes).map(|()| None)
+            PaddedBase::new(Some(self.base), self.plan.items[tensor.place].base.as_ref()).read(offset, lanes).map(|()| None)
         };
         self.rebuilder.read(tensor_index, offset, out, &base).map(drop)
     }
@@ -170,7 +171,6 @@ impl<B: Source> Checkpoint for RebuiltTarget<'_, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::apply::find_base;
     use crate::{Dtype, Encode, EncodeOptions, MemoryCheckpoint};
 
     #[test]
@@ -188,9 +188,8 @@ mod tests {
         let (base, target_checkpoint) = (of(&base[..]), of(&target[..]));
         let options = EncodeOptions { chunk_lanes: 4096, ..EncodeOptions::default() };
         let (pair, _) = Encode::new(&target_checkpoint).base(&base).options(options).to_memory().unwrap();
-        let bases: Vec<_> =
-            pair.index().tensors().map(|tensor| find_base(&tensor, &base).unwrap().map(|found| found.base)).collect();
-        let rebuilt = RebuiltTarget::new(&pair, &base, &bases);
+        let plan = Plan::whole(pair.index().tensors(), &base).unwrap();
+        let rebuilt = RebuiltTarget::new(&pair, &base, &plan);
         assert_eq!(rebuilt.tensors(), target_checkpoint.tensors());
         let offsets = [0, 1, 2, 99, 8191, 8192, 8193, 8200, 16384, 16385, 24000, 24575, 24576, 24578, 24775, 24776];
         for (i, &start) in offsets.iter().enumerate() {

@@ -1,18 +1,17 @@
-//! Requests of whole entries: a pair, a base, and a selection (spec section 13).
+//! Requests out of place: a pair, a base, and a selection or slices (spec section 13).
 
 use super::accelerator::Accelerator;
 use super::engine::Engine;
-use super::find::{BaseTensors, find_base};
 use super::memory::Role;
-use super::plan::{Item, Plan, Task};
-use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::{Cut, Piece};
+use super::plan::{Plan, Task};
+use crate::checkpoint::Checkpoint;
 use crate::reader::{Pair, PayloadDigests, VerifyReport};
+use crate::slice::Memories;
 use crate::watch::Progress;
 use rayon::prelude::*;
 use serde::Serialize;
 use tpde_core::error::{Error, Escaped, Result};
-use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::index::Tensor;
 use tpde_core::source::Source;
 
 /// Receives rebuilt bytes. Calls come from any thread; their byte ranges never overlap.
@@ -40,13 +39,17 @@ pub struct ApplyReport {
     pub removed: Vec<String>,
 }
 
+impl ApplyReport {
+    pub(super) fn of_slices(memories: &Memories<'_>, digests_checked: bool, payload_digests: PayloadDigests) -> Self {
+        let (tensors, bytes) = (memories.names().count() as u64, memories.held_bytes());
+        Self { tensors, bytes, digests_checked, payload_digests, removed: Vec::new() }
+    }
+}
+
 /// The parameters of an application.
 pub(crate) struct Request<'a, B> {
     pub pair: &'a Pair<B>,
-    /// The base of the caller. Base lanes are read from [`Request::base`].
-    pub whole_base: &'a dyn Checkpoint,
-    /// For a pair with parts or derived bases, the base with one tensor per entry of the pair.
-    cut: Option<Cut<'a>>,
+    pub base: &'a dyn Checkpoint,
     /// Indexes of the selected tensors in the pair's index, ascending.
     pub selected: Vec<usize>,
     pub digests: bool,
@@ -55,34 +58,10 @@ pub(crate) struct Request<'a, B> {
 }
 
 impl<'a, B: Source> Request<'a, B> {
-    /// A request of all tensors, with all checks, on the processor. `find` finds base tensors of a pair that has parts or derived
-    /// bases.
-    pub fn new(
-        pair: &'a Pair<B>,
-        base: &'a dyn Checkpoint,
-        progress: Progress<'a>,
-        find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>,
-    ) -> Self {
-        let is_cut = pair.index().has_parts() || pair.index().has_derived();
-        let cut = is_cut.then(|| cut_base(pair.index(), base, find));
+    /// A request of all tensors, with all checks, on the processor.
+    pub fn new(pair: &'a Pair<B>, base: &'a dyn Checkpoint, progress: Progress<'a>) -> Self {
         let selected = (0..pair.index().tensor_count()).collect();
-        Self { pair, whole_base: base, cut, selected, digests: true, progress, accelerator: None }
-    }
-
-    /// The checkpoint that has the base tensors. Items have positions in it.
-    pub fn base(&self) -> &dyn Checkpoint {
-        self.cut.as_ref().map_or(self.whole_base, |cut| cut)
-    }
-
-    /// The position in [`Request::base`] of the base tensor that an entry has at position `found` of the caller's base.
-    pub fn position(&self, tensor: &Tensor<'_>, found: usize) -> usize {
-        if self.cut.is_some() { tensor.place } else { found }
-    }
-
-    /// The position of a tensor's base tensor in [`Request::base`], after checking dtype and shape.
-    pub fn find_base(&self, tensor: &Tensor<'_>) -> Result<Option<usize>> {
-        let found = find_base(tensor, self.whole_base)?;
-        Ok(found.map(|found| self.position(tensor, found.base)))
+        Self { pair, base, selected, digests: true, progress, accelerator: None }
     }
 
     /// The selected tensors.
@@ -92,13 +71,7 @@ impl<'a, B: Source> Request<'a, B> {
 
     /// An engine that executes a plan of this request.
     pub fn engine<'r>(&'r self, plan: &'r Plan<'r>) -> Engine<'r, B> {
-        Engine { digests: self.digests, ..Engine::new(self.pair, self.base(), plan, self.progress) }
-    }
-
-    /// All chunks of the selected tensors. `item` makes an item of a tensor, its number, and the position of its base tensor.
-    pub fn plan(&self, item: impl Fn(Tensor<'a>, usize, Option<usize>) -> Item<'a>) -> Result<Plan<'a>> {
-        let items = self.selected().enumerate().map(|(i, tensor)| Ok(item(tensor, i, self.find_base(&tensor)?)));
-        Ok(Plan { items: items.collect::<Result<_>>()? })
+        Engine { digests: self.digests, ..Engine::new(self.pair, self.base, plan, self.progress) }
     }
 
     /// Rebuilds into buffers: one per selected tensor, of the tensor's size.
@@ -113,7 +86,7 @@ impl<'a, B: Source> Request<'a, B> {
                 return Err(Error::InvalidArgument(format!("the buffer of tensor {name} has {found} bytes: expected {expected}")));
             }
         }
-        let plan = self.plan(|tensor, i, base| Item::in_memory(tensor, base, i))?;
+        let plan = Plan::in_memories(self.selected(), self.base)?;
         let engine = self.engine(&plan);
         let outcome = match self.accelerator {
             Some(accelerator) => engine.execute_on(accelerator, &mut |i, bytes| {
@@ -123,6 +96,19 @@ impl<'a, B: Source> Request<'a, B> {
             None => engine.execute(outputs, Role::Target, |_, _| Ok(()), |()| {}),
         };
         Ok(self.report(outcome.map_err(|e| engine.explain(e))?))
+    }
+
+    /// Rebuilds slices in `bytes`, memory whose content is ignored; without `bytes`, decodes and checks without storing. Entries of
+    /// which all chunks are decoded are compared with their digests.
+    pub fn to_slices(&self, memories: &Memories<'_>, bytes: Option<&mut [&mut [u8]]>) -> Result<ApplyReport> {
+        let mut plan = Plan::out_of_place(self.pair.index(), memories, self.base)?;
+        if bytes.is_none() {
+            plan.items.iter_mut().for_each(|item| item.places.clear());
+        }
+        let engine = self.engine(&plan);
+        let outcome = engine.execute(bytes.unwrap_or_default(), Role::Target, |_, _| Ok(()), |()| {});
+        let payload_digests = outcome.map_err(|e| engine.explain(e))?;
+        Ok(ApplyReport::of_slices(memories, self.digests && plan.is_complete(), payload_digests))
     }
 
     /// Rebuilds into a sink, chunk by chunk.
@@ -144,7 +130,7 @@ impl<'a, B: Source> Request<'a, B> {
     }
 
     fn rebuild(&self, write: impl Fn(usize, u64, &[u8]) -> Result<()> + Sync) -> Result<PayloadDigests> {
-        let plan = self.plan(|tensor, _, base| Item::whole(tensor, base))?;
+        let plan = Plan::whole(self.selected(), self.base)?;
         let engine = self.engine(&plan);
         let outcome = match self.accelerator {
             Some(accelerator) => engine.execute_on(accelerator, &mut |i, bytes| {
@@ -168,36 +154,4 @@ impl<'a, B: Source> Request<'a, B> {
             removed: Vec::new(),
         }
     }
-}
-
-/// The base with one tensor per entry of the index. Entries whose base `find` does not find have an empty tensor.
-fn cut_base<'a>(
-    index: &ValidatedIndex,
-    base: &'a dyn Checkpoint,
-    find: impl Fn(&dyn Checkpoint, &Tensor<'_>) -> Option<usize>,
-) -> Cut<'a> {
-    let mut cut = Cut::new(base);
-    for tensor in index.tensors() {
-        let (name, dtype) = (tensor.base_name.to_owned(), tensor.dtype);
-        if tensor.base_kind.is_derived() {
-            let scales = tensor.derived.and_then(|derived| base.find(derived.scales?.1));
-            let found = find(base, &tensor).map(|base| BaseTensors { base, scales });
-            let converted = found.filter(|found| found.fit(&tensor, base)).and_then(|found| found.converted(&tensor));
-            if let Some(converted) = converted {
-                cut.push(TensorInfo { name, dtype, shape: tensor.shape.to_vec() }, Piece::Converted(converted));
-                continue;
-            }
-        }
-        let fits = |&i: &usize| base.tensors()[i].dtype == dtype && base.tensors()[i].shape == tensor.whole_shape();
-        match find(base, &tensor).filter(|i| tensor.part.is_none() && tensor.derived.is_none() || fits(i)) {
-            Some(i) => {
-                let whole = &base.tensors()[i];
-                let shape = if tensor.part.is_some() { tensor.shape } else { &whole.shape[..] };
-                let info = TensorInfo { shape: shape.to_vec(), ..whole.clone() };
-                cut.push(info, Piece::of(i, tensor.layout()));
-            }
-            None => cut.push(TensorInfo { name, dtype, shape: vec![0] }, Piece::of(usize::MAX, None)),
-        }
-    }
-    cut
 }

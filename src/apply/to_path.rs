@@ -52,7 +52,7 @@ pub(super) fn write<B: Source>(
     let (outputs, locations) = outputs(request.pair.index(), base, selected.as_deref())?;
     let is_lone = matches!(&outputs[..], [lone] if lone.name.is_empty());
     let paths: Vec<_> = outputs.iter().map(|output| if is_lone { path.to_owned() } else { path.join(&output.name) }).collect();
-    let inputs: Vec<_> = request.whole_base.paths().into_iter().chain(request.pair.paths()).collect();
+    let inputs: Vec<_> = request.base.paths().into_iter().chain(request.pair.paths()).collect();
     let neighbours = match is_lone {
         true => Neighbours::of_file(path, replace),
         false => Neighbours::of_folder(path, outputs.iter().map(|output| output.name.clone()), replace),

@@ -1,16 +1,15 @@
 //! Applies the pairs of a chain to tensors in memory, in place, in one commit.
 
 use super::view::Chain;
-use crate::apply::{Apply, ApplyReport, InPlace, InPlaceRun, Item, KEPT_PAYLOADS, Plan, TensorMut, whole_tensors};
-use crate::checkpoint::TensorInfo;
+use crate::apply::{Apply, ApplyReport, InPlace, InPlaceRun, Item, KEPT_PAYLOADS, Plan, TensorMut, base_of, whole_tensors};
 use crate::reader::Pair;
-use crate::slice::{FusedSlices, Memories, PlacedSlice, Slice, SliceCheckpoint};
+use crate::slice::{FusedSlices, Memories};
 use crate::watch::{NoProgress, Progress, Watch, Watcher, progress_methods};
 use std::collections::BTreeSet;
 use std::path::Path;
 use tpde_core::error::{Error, Escaped, Result, Rule};
 use tpde_core::format::BaseKind;
-use tpde_core::index::{Tensor, ValidatedIndex};
+use tpde_core::index::Tensor;
 use tpde_core::source::Source;
 
 /// Applies the pairs of a chain to tensors or slices in memory. They take the last target at once: nothing is written before all
@@ -120,7 +119,7 @@ impl<'a, B: Source> ApplyChain<'a, B> {
             pair.authenticate(&NoProgress(&self.watcher)).map_err(|error| self.at_step(number, error))?;
         }
         let base = base_of(self.pairs[0].index(), memories)?;
-        let names: BTreeSet<_> = memories.slices.iter().map(|slice| slice.name).collect();
+        let names: BTreeSet<_> = memories.names().collect();
         let check = |number: usize, memories: &Memories<'_>, watch: &dyn Watch| {
             let before = Chain::of(&base, self.pairs[..number].iter().copied(), |name| names.contains(name))?.without_last();
             let apply = Apply::new(self.pairs[number - 1]).base(&before).digests(self.digests).watch(watch);
@@ -168,14 +167,4 @@ fn check_name(tensor: &Tensor<'_>) -> Result<()> {
     let (name, base) = (Escaped(tensor.name), Escaped(tensor.base_name));
     let reason = format!("tensor {name} derives from {base}: a chain in place needs one name in all pairs");
     Err(Error::InvalidArgument(reason))
-}
-
-/// The memory as the base of the first pair.
-fn base_of<'m>(index: &ValidatedIndex, memories: &'m Memories<'_>) -> Result<SliceCheckpoint<'m>> {
-    let slice = |PlacedSlice { name, rectangle, memory, range, pitch }: &PlacedSlice<'m>| {
-        let tensor = index.find(name)?;
-        let info = TensorInfo { name: (*name).to_owned(), dtype: tensor.dtype, shape: tensor.whole_shape().to_vec() };
-        Some(Slice { pitch: *pitch, ..Slice::new(info, rectangle.clone(), &memories.bytes[*memory][range.clone()]) })
-    };
-    SliceCheckpoint::new(memories.slices.iter().filter_map(slice))
 }

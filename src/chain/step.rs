@@ -1,8 +1,8 @@
 //! One step of a chain: a pair, and where each of its entries finds its base lanes in the version before.
 
 use crate::apply::{Rebuilder, find_base, wrong_base};
-use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::cut::ConvertedTensor;
+use crate::checkpoint::{Checkpoint, Region, TensorInfo};
+use crate::cut::Piece;
 use crate::reader::Pair;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,16 +14,13 @@ use tpde_core::layout::StridedLayout;
 use tpde_core::source::Source;
 
 /// The source of an entry's base lanes.
-#[derive(Debug, Clone, Copy)]
 pub(super) enum BaseLanes {
     /// The lanes are zeros.
     Zeros,
     /// An entry of the step before, which describes the same rectangle.
     Entry(usize),
-    /// A tensor of the version before, or the entry's rectangle of it.
-    Tensor(usize),
-    /// Lanes that are converted from tensors of the version before: an index of [`Step::converted`].
-    Converted(usize),
+    /// A piece of the version before.
+    Piece(Piece),
 }
 
 /// A step of a chain.
@@ -36,8 +33,6 @@ pub(super) struct Step<'a, B> {
     pub tensors: Vec<TensorInfo>,
     /// For each entry, the source of its base lanes.
     pub bases: Vec<BaseLanes>,
-    /// The derived bases.
-    pub converted: Vec<ConvertedTensor>,
     /// For each tensor, its first entry. One more number ends the last tensor's entries.
     first_entries: Vec<usize>,
     /// For each entry, its bytes in the tensor; `None` for a whole tensor.
@@ -69,7 +64,6 @@ impl<'a, B: Source> Step<'a, B> {
             rebuilder: Rebuilder::new(pair),
             tensors: Vec::new(),
             bases: Vec::with_capacity(index.tensor_count()),
-            converted: Vec::new(),
             first_entries: Vec::new(),
             runs: index.tensors().map(|tensor| tensor.layout()).collect(),
             ends: Vec::with_capacity(index.tensor_count()),
@@ -90,9 +84,10 @@ impl<'a, B: Source> Step<'a, B> {
                 step.bases.push(BaseLanes::Zeros);
                 continue;
             }
-            let lanes = find_base_lanes(&tensor, before, previous, &mut step.converted)?;
+            let lanes = find_base_lanes(&tensor, before, previous)?;
+            let entry = if let BaseLanes::Entry(entry) = lanes { Some(entry) } else { None };
             step.bases.push(lanes);
-            let (BaseLanes::Entry(entry), Some(previous)) = (lanes, previous) else { continue };
+            let Some((entry, previous)) = entry.zip(previous) else { continue };
             let found = previous.pair.index().tensor(entry).target_digest();
             is_applied &= found == tensor.target_digest();
             if found != tensor.base_digest() {
@@ -136,37 +131,30 @@ impl<'a, B: Source> Step<'a, B> {
     }
 }
 
-fn find_base_lanes<B: Source>(
-    tensor: &Tensor<'_>,
-    before: &dyn Checkpoint,
-    previous: Option<&Step<'_, B>>,
-    converted: &mut Vec<ConvertedTensor>,
-) -> Result<BaseLanes> {
-    let Some(found) = find_base(tensor, before)? else { return Ok(BaseLanes::Zeros) };
-    if let Some(lanes) = found.converted(tensor) {
-        for tensor_index in previous.iter().flat_map(|_| [Some(found.base), found.scales]).flatten() {
-            let name = &before.tensors()[tensor_index].name;
-            if !previous.is_some_and(|previous| previous.pair.index().is_tiled(name)) {
-                let expected = format_args!("all elements of base tensor {}", Escaped(name));
-                return Err(Rule::BaseTensor.broken(expected, "parts that do not cover it").in_tensor(tensor.name));
-            }
-        }
-        converted.push(lanes);
-        return Ok(BaseLanes::Converted(converted.len() - 1));
-    }
-    let tensor_index = found.base;
-    let Some(previous) = previous else { return Ok(BaseLanes::Tensor(tensor_index)) };
-    if let Some(entry) = previous.entry_of(tensor_index, tensor.layout().as_ref()) {
+fn find_base_lanes<B: Source>(tensor: &Tensor<'_>, before: &dyn Checkpoint, previous: Option<&Step<'_, B>>) -> Result<BaseLanes> {
+    let Some(piece) = find_base(tensor, before)? else { return Ok(BaseLanes::Zeros) };
+    let Some(previous) = previous else { return Ok(BaseLanes::Piece(piece)) };
+    if let Piece::Of(Region { tensor: tensor_index, runs }) = &piece
+        && let Some(entry) = previous.entry_of(*tensor_index, runs.as_ref())
+    {
         return Ok(BaseLanes::Entry(entry));
     }
-    if !previous.pair.index().is_tiled(tensor.base_name) {
-        let expected = format_args!("{} of base tensor {}", shown(tensor), Escaped(tensor.base_name));
-        let parts = previous.entries(tensor_index).len();
+    for region in piece.regions() {
+        let name = &before.tensors()[region.tensor].name;
+        if previous.pair.index().is_tiled(name) {
+            continue;
+        }
+        let (expected, found) = match &piece {
+            Piece::Of(_) => {
+                (shown(tensor), format!("{} other parts, which do not cover it", previous.entries(region.tensor).len()))
+            }
+            Piece::Converted(_) => ("all elements".to_owned(), "parts that do not cover it".to_owned()),
+        };
         return Err(Rule::BaseTensor
-            .broken(expected, format_args!("{parts} other parts, which do not cover it"))
+            .broken(format_args!("{expected} of base tensor {}", Escaped(name)), found)
             .in_tensor(tensor.name));
     }
-    Ok(BaseLanes::Tensor(tensor_index))
+    Ok(BaseLanes::Piece(piece))
 }
 
 /// The elements of an entry.

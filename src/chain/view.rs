@@ -3,9 +3,9 @@
 use super::names;
 use super::step::{BaseLanes, Step};
 use crate::apply::wrong_base;
-use crate::batches::hash_tensor;
-use crate::checkpoint::{Checkpoint, CheckpointFiles, ReadDigest, TensorInfo};
-use crate::cut::read_runs;
+use crate::batches::hash_piece;
+use crate::checkpoint::{Checkpoint, CheckpointFiles, Region, TensorInfo};
+use crate::cut::Piece;
 use crate::reader::Pair;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -215,10 +215,11 @@ impl<'a, B: Source> Chain<'a, B> {
     /// Fills `out` with bytes of a rectangle of a tensor after `level` steps. No bytes between the runs are rebuilt: the pairs may
     /// lack their payloads, and rebuilding them costs more than a call per run.
     fn read_rectangle(&self, level: usize, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<()> {
-        if level == 0 {
-            return read_runs(self.base, tensor_index, runs, offset, out);
+        let Some(step) = level.checked_sub(1) else { return self.base.read_runs(tensor_index, runs, offset, out) };
+        match self.steps[step].entry_of(tensor_index, Some(runs)) {
+            Some(entry) => self.read_entry(step, entry, offset, out).map(drop),
+            None => runs.try_each(offset, out.len(), |at, range| self.read_tensor(level, tensor_index, at, &mut out[range])),
         }
-        runs.try_each(offset, out.len(), |at, range| self.read_tensor(level, tensor_index, at, &mut out[range]))
     }
 
     /// Fills `out` with bytes of an entry of a step. Returns their chunk sum if it is known.
@@ -236,15 +237,12 @@ impl<'a, B: Source> Chain<'a, B> {
         if from_base.is_empty() {
             return Ok(Some(0));
         }
-        match (self.steps[step].bases[tensor.place], self.steps[step].runs(tensor.place)) {
-            (BaseLanes::Zeros, _) => from_base.fill(0),
+        match &self.steps[step].bases[tensor.place] {
+            BaseLanes::Zeros => from_base.fill(0),
             // Zeros behind the lanes do not change their sum.
-            (BaseLanes::Entry(entry), _) => return self.read_entry(step - 1, entry, offset, from_base),
-            (BaseLanes::Converted(converted), _) => {
-                self.steps[step].converted[converted].read(&Version { chain: self, level: step }, offset, from_base)?;
-            }
-            (BaseLanes::Tensor(tensor_index), None) => self.read_tensor(step, tensor_index, offset, from_base)?,
-            (BaseLanes::Tensor(tensor_index), Some(runs)) => self.read_rectangle(step, tensor_index, runs, offset, from_base)?,
+            BaseLanes::Entry(entry) => return self.read_entry(step - 1, *entry, offset, from_base),
+            BaseLanes::Piece(piece) if step == 0 => piece.read(self.base, offset, from_base)?,
+            BaseLanes::Piece(piece) => piece.read(&Version { chain: self, level: step }, offset, from_base)?,
         }
         Ok(None)
     }
@@ -278,9 +276,8 @@ impl<'a, B: Source> Chain<'a, B> {
     fn hash_base(&self, step: usize, tensor: &Tensor<'_>) -> Result<[u8; DIGEST_SIZE]> {
         const PIECE: u64 = 1 << 20;
         let bytes = tensor.base_bytes();
-        if let (0, BaseLanes::Tensor(base)) = (step, self.steps[step].bases[tensor.place])
-            && self.steps[step].runs(tensor.place).is_none()
-            && !self.base.holds(base, 0, bytes as usize)
+        if let (0, BaseLanes::Piece(piece)) = (step, &self.steps[step].bases[tensor.place])
+            && !piece.is_held(self.base, 0, bytes as usize)
         {
             return Err(Error::InvalidArgument(format!("the base holds only a part of tensor {}", Escaped(tensor.base_name))));
         }
@@ -330,12 +327,8 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
         if self.steps.is_empty() { self.base.in_place(tensor_index, offset, size) } else { None }
     }
 
-    fn read_part(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<bool> {
-        let Some(last) = self.steps.len().checked_sub(1) else { return self.base.read_part(tensor_index, runs, offset, out) };
-        match self.steps[last].entry_of(tensor_index, Some(runs)) {
-            Some(entry) => self.read_entry(last, entry, offset, out).map(|_| true),
-            None => self.read_rectangle(last + 1, tensor_index, runs, offset, out).map(|()| true),
-        }
+    fn read_runs(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read_rectangle(self.steps.len(), tensor_index, runs, offset, out)
     }
 
     fn held(&self, tensor_index: usize) -> Vec<Rectangle> {
@@ -372,25 +365,25 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
         self.base.check_unchanged()
     }
 
-    fn check_digests(&self, read: &mut dyn Iterator<Item = ReadDigest<'_>>) -> Result<()> {
+    fn check_digests(&self, read: &mut dyn Iterator<Item = (Region, Option<&[u8; DIGEST_SIZE]>)>) -> Result<()> {
         let Some(last) = self.steps.len().checked_sub(1) else { return self.base.check_digests(read) };
         let of = &self.steps[last];
         let mut others = BTreeMap::<usize, Vec<StridedLayout>>::new();
-        for ReadDigest { tensor_index, runs, digest } in read {
-            match of.entry_of(tensor_index, runs.as_ref()).zip(digest) {
+        for (Region { tensor, runs }, digest) in read {
+            match of.entry_of(tensor, runs.as_ref()).zip(digest) {
                 Some((entry, digest)) => self.check_target(last, entry, digest)?,
-                None => others.entry(tensor_index).or_default().push(runs.unwrap_or_else(|| self.all_of(tensor_index))),
+                None => others.entry(tensor).or_default().push(runs.unwrap_or_else(|| self.all_of(tensor))),
             }
         }
         // These tensors were read in other parts than those that have digests. Entries that were read completely are read again.
         // Of other entries the pairs may lack payloads; their chunks were compared with their sums.
-        for (tensor_index, read) in others {
-            for entry in of.entries(tensor_index) {
-                let runs = of.runs(entry).cloned().unwrap_or_else(|| self.all_of(tensor_index));
-                if !runs.is_covered_by(&read) {
+        for (tensor, read) in others {
+            for entry in of.entries(tensor) {
+                let runs = of.runs(entry).cloned();
+                if !runs.clone().unwrap_or_else(|| self.all_of(tensor)).is_covered_by(&read) {
                     continue;
                 }
-                let hash = hash_tensor(&Entry::new(self, last, entry), 0, &|_| {})?;
+                let hash = hash_piece(self, &Piece::of(tensor, runs), &|_| {})?;
                 self.check_target(last, entry, &short(&hash))?;
             }
         }
@@ -398,7 +391,7 @@ impl<B: Source> Checkpoint for Chain<'_, B> {
     }
 }
 
-/// The version after `level` steps. Its tensors are covered if a step forms lanes from them.
+/// The version after `level` steps, of which there is at least one.
 struct Version<'c, 'a, B> {
     chain: &'c Chain<'a, B>,
     level: usize,
@@ -406,51 +399,14 @@ struct Version<'c, 'a, B> {
 
 impl<B: Source> Checkpoint for Version<'_, '_, B> {
     fn tensors(&self) -> &[TensorInfo] {
-        self.level.checked_sub(1).map_or_else(|| self.chain.base.tensors(), |step| &self.chain.steps[step].tensors)
+        &self.chain.steps[self.level - 1].tensors
     }
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         self.chain.read_tensor(self.level, tensor_index, offset, out)
     }
 
-    fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
-        if self.level == 0 { self.chain.base.in_place(tensor_index, offset, size) } else { None }
-    }
-
-    fn read_part(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<bool> {
-        if self.level == 0 {
-            return self.chain.base.read_part(tensor_index, runs, offset, out);
-        }
-        self.chain.read_rectangle(self.level, tensor_index, runs, offset, out).map(|()| true)
-    }
-
-    fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
-        self.level > 0 || self.chain.base.holds(tensor_index, offset, size)
-    }
-}
-
-/// An entry of a step as the one tensor of a checkpoint.
-struct Entry<'c, 'a, B> {
-    chain: &'c Chain<'a, B>,
-    step: usize,
-    entry: usize,
-    info: [TensorInfo; 1],
-}
-
-impl<'c, 'a, B: Source> Entry<'c, 'a, B> {
-    fn new(chain: &'c Chain<'a, B>, step: usize, entry: usize) -> Self {
-        let tensor = chain.steps[step].pair.index().tensor(entry);
-        let info = TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
-        Self { chain, step, entry, info: [info] }
-    }
-}
-
-impl<B: Source> Checkpoint for Entry<'_, '_, B> {
-    fn tensors(&self) -> &[TensorInfo] {
-        &self.info
-    }
-
-    fn read(&self, _: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.chain.read_entry(self.step, self.entry, offset, out).map(drop)
+    fn read_runs(&self, tensor_index: usize, runs: &StridedLayout, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.chain.read_rectangle(self.level, tensor_index, runs, offset, out)
     }
 }

@@ -1,7 +1,6 @@
 //! Converts base lanes from tensors of other dtypes (spec section 8.5).
 
-use super::runs::{Region, read_runs};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Region};
 use std::ops::Range;
 use tpde_core::derived::{BaseForm, FP8_BLOCK, MXFP4_BLOCK, MXFP4_BLOCK_BYTES};
 use tpde_core::error::{Error, Result};
@@ -19,6 +18,7 @@ const TRANSPOSED_BYTES: u64 = 1 << 20;
 ///
 /// Long ranges cost less per lane, because each read also reads the scales of its range. A read of form `mxfp4_transposed` reads a
 /// part of each row of the base. Memory of a read: 3 MiB, or for form `fp8_blocks` at most 8 bytes per lane.
+#[derive(Debug, Clone)]
 pub struct ConvertedTensor {
     dtype: Dtype,
     base_dtype: Dtype,
@@ -62,11 +62,16 @@ impl ConvertedTensor {
         (&self.base, self.scales.as_ref().map(|(_, scales)| scales))
     }
 
+    /// Size in bytes.
+    pub fn size(&self) -> u64 {
+        self.dtype.lanes(&self.shape).unwrap_or(0) * self.dtype.lane_bytes() as u64
+    }
+
     /// Whether a checkpoint has the bytes from which `size` bytes from byte `offset` on are converted. For a quantised base,
     /// `false` unless the checkpoint has all bytes of the rectangle.
     pub fn is_held(&self, of: &dyn Checkpoint, offset: u64, size: usize) -> bool {
         match &self.scales {
-            Some((_, scales)) => self.base.is_held(of, 0..self.base.bytes(of)) && scales.is_held(of, 0..scales.bytes(of)),
+            Some((_, scales)) => self.base.is_held(of, 0..self.base.size(of)) && scales.is_held(of, 0..scales.size(of)),
             None => {
                 let (from, to) = (self.dtype.lane_bytes() as u64, self.base_dtype.lane_bytes() as u64);
                 let end = offset.saturating_add(size as u64);
@@ -81,8 +86,7 @@ impl ConvertedTensor {
     /// [`Error::InvalidArgument`] if there are no such bytes; the errors of [`Checkpoint::read`].
     pub fn read(&self, of: &dyn Checkpoint, offset: u64, out: &mut [u8]) -> Result<()> {
         let width = self.dtype.lane_bytes() as u64;
-        let lanes = self.dtype.lanes(&self.shape).unwrap_or(0);
-        let Some(end) = offset.checked_add(out.len() as u64).filter(|&end| end <= lanes * width) else {
+        let Some(end) = offset.checked_add(out.len() as u64).filter(|&end| end <= self.size()) else {
             let size = out.len();
             return Err(Error::InvalidArgument(format!("a converted tensor does not have {size} bytes from byte {offset} on")));
         };
@@ -113,7 +117,7 @@ impl ConvertedTensor {
         let mut scratch = Vec::new();
         for out in out.chunks_mut(BLOCK_LANES * width) {
             let lanes = out.len() / width;
-            let base = self.base.read(of, first * base_width as u64, lanes * base_width, &mut scratch)?;
+            let base = self.base.bytes(of, first * base_width as u64, lanes * base_width, &mut scratch)?;
             cast_lanes(self.base_dtype, self.dtype, base, out);
             first += lanes as u64;
         }
@@ -133,9 +137,9 @@ impl ConvertedTensor {
             let blocks = column / FP8_BLOCK..(column + count).div_ceil(FP8_BLOCK);
             let number = row / FP8_BLOCK * across;
             products.prepare(number + blocks.start..number + blocks.end, |numbers| {
-                scales.read(of, numbers.start * 4, (numbers.end - numbers.start) as usize * 4, &mut of_scales)
+                scales.bytes(of, numbers.start * 4, (numbers.end - numbers.start) as usize * 4, &mut of_scales)
             })?;
-            let base = self.base.read(of, lane, count as usize, &mut scratch)?;
+            let base = self.base.bytes(of, lane, count as usize, &mut scratch)?;
             let (mut segment, after) = rest.split_at_mut(count as usize * width);
             rest = after;
             let mut base = base;
@@ -157,8 +161,8 @@ impl ConvertedTensor {
         let (mut scratch, mut of_scales) = (Vec::new(), Vec::new());
         for out in out.chunks_mut(BLOCK_LANES * 2) {
             let lanes = out.len() / 2;
-            let base = self.base.read(of, first / 2, lanes / 2, &mut scratch)?;
-            let of_scales = scales.read(of, first / MXFP4_BLOCK, lanes / MXFP4_BLOCK as usize, &mut of_scales)?;
+            let base = self.base.bytes(of, first / 2, lanes / 2, &mut scratch)?;
+            let of_scales = scales.bytes(of, first / MXFP4_BLOCK, lanes / MXFP4_BLOCK as usize, &mut of_scales)?;
             let blocks = base.chunks(MXFP4_BLOCK_BYTES as usize).zip(out.chunks_mut(2 * MXFP4_BLOCK as usize));
             blocks.zip(of_scales).for_each(|((block, out), &scale)| scale_nibbles(block, scale, out));
             first += lanes as u64;
@@ -207,23 +211,13 @@ impl ConvertedTensor {
         let count = extent.iter().product::<u64>() as usize;
         let origin: Vec<u64> = origin.iter().zip(&self.scales_origin).map(|(origin, first)| first + origin).collect();
         let mut of_scales = vec![0; count];
-        read_runs(
-            of,
-            scales.tensor,
-            &StridedLayout::of_rectangle(8, &self.scales_shape, None, &origin, extent),
-            0,
-            &mut of_scales,
-        )?;
+        let blocks = StridedLayout::of_rectangle(8, &self.scales_shape, None, &origin, extent);
+        of.read_runs(scales.tensor, &blocks, 0, &mut of_scales)?;
         let bytes = |dims: &[u64], last: u64| [dims, &[last]].concat();
         let [shape, extent] = [&self.scales_shape[..], extent].map(|dims| bytes(dims, MXFP4_BLOCK_BYTES));
         let mut of_base = vec![0; count * MXFP4_BLOCK_BYTES as usize];
-        read_runs(
-            of,
-            self.base.tensor,
-            &StridedLayout::of_rectangle(8, &shape, None, &bytes(&origin, 0), &extent),
-            0,
-            &mut of_base,
-        )?;
+        let blocks = StridedLayout::of_rectangle(8, &shape, None, &bytes(&origin, 0), &extent);
+        of.read_runs(self.base.tensor, &blocks, 0, &mut of_base)?;
         let mut lanes = vec![0; 2 * MXFP4_BLOCK as usize * count];
         let blocks = of_base.chunks(MXFP4_BLOCK_BYTES as usize).zip(lanes.chunks_mut(2 * MXFP4_BLOCK as usize));
         blocks.zip(of_scales).for_each(|((block, out), scale)| scale_nibbles(block, scale, out));

@@ -4,8 +4,6 @@
 
 mod converted;
 mod pieces;
-mod runs;
 
 pub use converted::ConvertedTensor;
 pub(crate) use pieces::{Cut, Piece};
-pub(crate) use runs::read_runs;

@@ -1,27 +1,69 @@
 //! Pieces of the tensors of a checkpoint, as a checkpoint.
 
 use super::converted::ConvertedTensor;
-use super::runs::Region;
-use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, Region, TensorInfo};
 use std::path::PathBuf;
 use tpde_core::error::{Error, Result};
 use tpde_core::layout::StridedLayout;
 
-/// A tensor of a [`Cut`].
+/// Where the bytes of a tensor are in a checkpoint.
+#[derive(Debug, Clone)]
 pub(crate) enum Piece {
-    /// A tensor of the other checkpoint, or a rectangle of it.
+    /// A tensor of the checkpoint, or a rectangle of it.
     Of(Region),
-    /// Lanes that are converted from tensors of the other checkpoint.
+    /// Lanes that are converted from tensors of the checkpoint.
     Converted(ConvertedTensor),
 }
 
 impl Piece {
-    /// A tensor by its number in the other checkpoint. `runs` are the bytes of the piece in that tensor; `None` for all.
+    /// A tensor by its number in the checkpoint. `runs` are the bytes of the piece in that tensor; `None` for all.
     pub fn of(tensor: usize, runs: Option<StridedLayout>) -> Self {
         Self::Of(Region { tensor, runs })
     }
 
-    /// The regions of the other checkpoint that the piece needs.
+    /// Size in bytes.
+    pub fn size(&self, of: &dyn Checkpoint) -> u64 {
+        match self {
+            Self::Of(region) => region.size(of),
+            Self::Converted(converted) => converted.size(),
+        }
+    }
+
+    /// Fills `out` with bytes from byte `offset` on.
+    pub fn read(&self, of: &dyn Checkpoint, offset: u64, out: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Of(region) => region.read(of, offset, out),
+            Self::Converted(converted) => converted.read(of, offset, out),
+        }
+    }
+
+    /// `size` bytes from byte `offset` on, if they are in memory.
+    pub fn in_place<'a>(&self, of: &'a dyn Checkpoint, offset: u64, size: usize) -> Option<&'a [u8]> {
+        match self {
+            Self::Of(region) => region.in_place(of, offset, size),
+            Self::Converted(_) => None,
+        }
+    }
+
+    /// `size` bytes from byte `offset` on: borrowed if they are in memory, else read into `scratch`.
+    pub fn bytes<'a>(&self, of: &'a dyn Checkpoint, offset: u64, size: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8]> {
+        if let Some(bytes) = self.in_place(of, offset, size) {
+            return Ok(bytes);
+        }
+        scratch.resize(size.max(scratch.len()), 0);
+        self.read(of, offset, &mut scratch[..size])?;
+        Ok(&scratch[..size])
+    }
+
+    /// Whether the checkpoint has the bytes that `size` bytes from byte `offset` on need.
+    pub fn is_held(&self, of: &dyn Checkpoint, offset: u64, size: usize) -> bool {
+        match self {
+            Self::Of(region) => region.is_held(of, offset..offset.saturating_add(size as u64)),
+            Self::Converted(converted) => converted.is_held(of, offset, size),
+        }
+    }
+
+    /// The regions of the checkpoint that the piece needs.
     pub fn regions(&self) -> impl Iterator<Item = &Region> {
         let (first, second) = match self {
             Piece::Of(region) => (region, None),
@@ -67,25 +109,15 @@ impl Checkpoint for Cut<'_> {
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         let piece = self.pieces.get(tensor_index).ok_or_else(|| Error::InvalidArgument(format!("no piece {tensor_index}")))?;
-        match piece {
-            Piece::Of(region) => region.read_into(self.of, offset, out),
-            Piece::Converted(converted) => converted.read(self.of, offset, out),
-        }
+        piece.read(self.of, offset, out)
     }
 
     fn in_place(&self, tensor_index: usize, offset: u64, size: usize) -> Option<&[u8]> {
-        match self.pieces.get(tensor_index)? {
-            Piece::Of(region) => region.in_place(self.of, offset, size),
-            Piece::Converted(_) => None,
-        }
+        self.pieces.get(tensor_index)?.in_place(self.of, offset, size)
     }
 
     fn holds(&self, tensor_index: usize, offset: u64, size: usize) -> bool {
-        match self.pieces.get(tensor_index) {
-            Some(Piece::Of(region)) => region.is_held(self.of, offset..offset.saturating_add(size as u64)),
-            Some(Piece::Converted(converted)) => converted.is_held(self.of, offset, size),
-            None => false,
-        }
+        self.pieces.get(tensor_index).is_some_and(|piece| piece.is_held(self.of, offset, size))
     }
 
     fn paths(&self) -> Vec<PathBuf> {

@@ -3,7 +3,9 @@
 use super::candidates::{Outcome, Worker};
 use super::options::{Candidate, EncodeOptions};
 use super::plan::Plan;
+use crate::batches::hash_piece;
 use crate::checkpoint::Checkpoint;
+use crate::cut::Piece;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io::Write;
@@ -162,7 +164,7 @@ impl<'a, W: Write> Assembly<'a, W> {
             (kind, ..) if from_base && kind.has_all_lanes() => Some(digest::combine(&self.base_hashes)),
             (BaseKind::Prefix, Some(base), Some(base_index)) if from_base => Some(match self.whole_bases.entry(base_index) {
                 Entry::Occupied(known) => *known.get(),
-                Entry::Vacant(new) => *new.insert(crate::batches::hash_tensor(base, base_index as usize, &|_| {})?),
+                Entry::Vacant(new) => *new.insert(hash_piece(base, &Piece::of(base_index as usize, None), &|_| {})?),
             }),
             _ => None,
         };

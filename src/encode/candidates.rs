@@ -7,6 +7,7 @@ use super::options::{Candidate, CodecChoice, EncodeOptions};
 use super::plan::Plan;
 use crate::base::PaddedBase;
 use crate::checkpoint::Checkpoint;
+use crate::cut::Piece;
 use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::ops::RangeInclusive;
@@ -416,7 +417,8 @@ impl Lanes {
         size: usize,
     ) -> Result<(&'a [u8], &'a [u8])> {
         let target_lanes = target.bytes(plan.target as usize, offset, size, &mut self.target)?;
-        let base_lanes = PaddedBase::new(base, plan.base.map(|place| place as usize)).bytes(offset, size, &mut self.base)?;
+        let piece = plan.base.map(|place| Piece::of(place as usize, None));
+        let base_lanes = PaddedBase::new(base, piece.as_ref()).bytes(offset, size, &mut self.base)?;
         Ok((base_lanes, target_lanes))
     }
 }

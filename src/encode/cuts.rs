@@ -3,7 +3,7 @@
 use super::bases::{Derivation, FoundBase, UnusedBase, UnusedCause, find_base};
 use super::options::EncodeOptions;
 use super::plan::{Plan, lanes, plan, plan_from};
-use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, Region, TensorInfo};
 use crate::cut::{ConvertedTensor, Cut, Piece};
 use tpde_core::error::{Error, Escaped, PartNotHeld, Result};
 use tpde_core::format::{BaseKind, FormatVersion};
@@ -48,15 +48,14 @@ impl<'a> Selection<'a> {
 
     /// The numbers, in the whole base, of the tensors that a tensor of [`base`](Self::base) is read from.
     pub fn base_tensors(&self, number: usize) -> Vec<usize> {
-        self.base_regions(number).into_iter().map(|(tensor, _)| tensor).collect()
+        self.base_regions(number).into_iter().map(|region| region.tensor).collect()
     }
 
-    /// What a tensor of [`base`](Self::base) is read from: numbers of tensors of the whole base, and rectangles of them, or `None`
-    /// for all of the tensor.
-    pub fn base_regions(&self, number: usize) -> Vec<(usize, Option<StridedLayout>)> {
+    /// The regions of the whole base that a tensor of [`base`](Self::base) is read from.
+    pub fn base_regions(&self, number: usize) -> Vec<Region> {
         let cut = self.entries.as_ref().and_then(|entries| entries.base.as_ref());
-        let regions = |base: &Cut<'_>| base.regions_of(number).map(|region| (region.tensor, region.runs.clone())).collect();
-        cut.map_or_else(|| vec![(number, None)], regions)
+        let whole = || vec![Region { tensor: number, runs: None }];
+        cut.map_or_else(whole, |base| base.regions_of(number).cloned().collect())
     }
 
     /// The number, in the whole target, of a tensor of [`target`](Self::target).

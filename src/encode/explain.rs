@@ -5,7 +5,7 @@ use super::candidates::{Outcome, Worker};
 use super::options::{Candidate, EncodeOptions, Favor};
 use super::plan::{Plan, plan, plan_from};
 use super::train::train;
-use crate::apply::{Item, RebuiltTarget, Request};
+use crate::apply::{Plan as ApplyPlan, RebuiltTarget, Request};
 use crate::batches::{Pool, in_batches};
 use crate::checkpoint::Checkpoint;
 use crate::reader::Pair;
@@ -212,20 +212,22 @@ impl<'a, B: Source> Explain<'a, B> {
     /// Adds the sizes of each candidate to the tensors that change.
     fn compare(&self, base: &dyn Checkpoint, tensors: &mut [TensorExplanation]) -> Result<()> {
         let index = self.pair.index();
-        let request = Request::new(self.pair, base, &self.watcher, |base, tensor| base.find(tensor.base_name));
-        let whole = request.plan(|tensor, _, base| Item::whole(tensor, base))?;
-        let bases: Vec<_> = whole.items.iter().map(|item| item.base).collect();
-        let target = RebuiltTarget::new(self.pair, request.base(), &bases);
+        let request = Request::new(self.pair, base, &self.watcher);
+        let whole = ApplyPlan::whole(request.selected(), base)?;
+        let target = RebuiltTarget::new(self.pair, base, &whole);
         let options = self.options();
-        let plan = |i| match index.has_parts() || index.has_derived() {
+        let (cut, bases) = whole.bases(base);
+        let is_cut = index.has_parts() || index.has_derived();
+        let plan = |i| match is_cut {
             true => {
-                let plan = plan_from(Some(request.base()), bases[i], &target, i, &options)?;
+                let plan = plan_from(Some(&cut), bases[i], &target, i, &options)?;
                 Ok(plan.derived_from(index.tensor(i).derived.map(Into::into)))
             }
             false => plan(Some(base), &target, i, &options),
         };
         let plans = (0..index.tensor_count()).map(plan).collect::<Result<_>>();
-        let compared = plans.and_then(|plans| self.compare_chunks(request.base(), &target, plans, &options, tensors));
+        let of_plans = if is_cut { &cut } else { base };
+        let compared = plans.and_then(|plans| self.compare_chunks(of_plans, &target, plans, &options, tensors));
         compared.map_err(|e| request.engine(&whole).explain(e))?;
         base.check_unchanged()
     }

@@ -11,7 +11,7 @@ use super::plan::{Plan, check_holdable};
 use super::processor::Processor;
 use super::train::train;
 use crate::batches::{Pool, in_batches};
-use crate::checkpoint::{Checkpoint, ReadDigest};
+use crate::checkpoint::{Checkpoint, Region};
 use crate::watch::Progress;
 use serde::Serialize;
 use std::io::Write;
@@ -20,7 +20,6 @@ use tpde_core::derived::BaseForm;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::{BaseKind, FormatVersion, MIN_CHUNK_LANES_LOG2};
 use tpde_core::lane::Dtype;
-use tpde_core::layout::StridedLayout;
 use tpde_core::writer::{FileSpec, Finished, PairBuilder};
 
 /// The result of an encoding: sizes in total and per tensor.
@@ -204,21 +203,18 @@ fn check_digests<W>(
     finished: &Finished<W>,
     base: Option<&dyn Checkpoint>,
     target: &dyn Checkpoint,
-    converted_from: impl Iterator<Item = (usize, Option<StridedLayout>)>,
+    converted_from: impl Iterator<Item = Region>,
 ) -> Result<()> {
     let entries = || finished.index.tensors();
     target.check_digests(&mut entries().filter_map(|tensor| {
-        let tensor_index = target.find(tensor.name)?;
-        Some(ReadDigest { tensor_index, runs: tensor.layout(), digest: Some(tensor.target_digest()) })
+        Some((Region { tensor: target.find(tensor.name)?, runs: tensor.layout() }, Some(tensor.target_digest())))
     }))?;
     let Some(base) = base else { return Ok(()) };
     let copied = entries().filter(|tensor| tensor.base_kind != BaseKind::None && tensor.derived.is_none());
     let copied = copied.filter_map(|tensor| {
-        let tensor_index = base.find(tensor.base_name)?;
-        Some(ReadDigest { tensor_index, runs: tensor.layout(), digest: Some(tensor.base_digest()) })
+        Some((Region { tensor: base.find(tensor.base_name)?, runs: tensor.layout() }, Some(tensor.base_digest())))
     });
-    let converted_from = converted_from.map(|(tensor_index, runs)| ReadDigest { tensor_index, runs, digest: None });
-    base.check_digests(&mut copied.chain(converted_from))
+    base.check_digests(&mut copied.chain(converted_from.map(|region| (region, None))))
 }
 
 /// Checks what options ask for, before data is read.

@@ -155,9 +155,9 @@ impl<'a> Memories<'a> {
         Self { bytes: Vec::new(), slices: self.slices.iter().filter(|slice| names.contains(slice.name)).cloned().collect() }
     }
 
-    /// Number of tensors that have slices.
-    pub fn tensors(&self) -> u64 {
-        self.slices.chunk_by(|a, b| a.name == b.name).count() as u64
+    /// Names of the tensors that have slices, in order.
+    pub fn names(&self) -> impl Iterator<Item = &'a str> {
+        self.slices.chunk_by(|a, b| a.name == b.name).map(|slices| slices[0].name)
     }
 
     /// Size of all slices in bytes, with the bytes between their rows.
