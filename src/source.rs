@@ -196,6 +196,14 @@ impl FileSource {
     }
 }
 
+/// Zeroed memory. An error if there is not so much.
+pub(crate) fn zeroed(size: u64) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let size = usize::try_from(size).ok().filter(|&size| bytes.try_reserve_exact(size).is_ok());
+    bytes.resize(size.ok_or(std::io::ErrorKind::OutOfMemory)?, 0);
+    Ok(bytes)
+}
+
 /// Zeroed memory for the bytes of a file.
 enum ZeroedMemory {
     Heap(Vec<u8>),
@@ -213,10 +221,7 @@ impl ZeroedMemory {
             let _ = map.advise(memmap2::Advice::HugePage);
             return Ok(Self::LargePages(map));
         }
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(size).map_err(|_| std::io::Error::from(std::io::ErrorKind::OutOfMemory))?;
-        bytes.resize(size, 0);
-        Ok(Self::Heap(bytes))
+        zeroed(size as u64).map(Self::Heap)
     }
 
     fn as_mut(&mut self) -> &mut [u8] {

@@ -3,6 +3,7 @@
 //! The rows of a part that is cut by columns are short runs in the file of its tensor. One write for each of them would cost more
 //! than decoding.
 
+use crate::safetensors::Location;
 use std::collections::BTreeMap;
 use std::io::Result;
 use std::ops::Range;
@@ -19,17 +20,6 @@ const LONG_RUN: u64 = 64 << 10;
 /// Whether writing these runs one by one is expensive.
 pub(super) fn are_short(runs: &StridedLayout) -> bool {
     runs.is_scattered() && runs.run() < LONG_RUN
-}
-
-/// A tensor whose parts are gathered, in a file.
-#[derive(Clone, Copy)]
-pub(super) struct Target {
-    /// Number of the file.
-    pub file: usize,
-    /// Offset of the tensor in the file.
-    pub start: u64,
-    /// Size of the tensor in bytes.
-    pub size: u64,
 }
 
 /// A block of a tensor that is not yet complete.
@@ -57,13 +47,15 @@ struct Blocks {
 pub(super) struct Bands(Mutex<Blocks>);
 
 impl Bands {
-    /// Takes the bytes of a part of `target` from byte `offset` of the part on. `write` writes bytes at an offset of the file.
+    /// Takes the bytes of a part of a tensor of `size` bytes at `location`, from byte `offset` of the part on. `write` writes bytes at
+    /// an offset of the file.
     ///
     /// # Errors
     /// Those of `write`.
     pub fn put(
         &self,
-        target: Target,
+        location: Location,
+        size: u64,
         runs: &StridedLayout,
         offset: u64,
         bytes: &[u8],
@@ -75,24 +67,25 @@ impl Bands {
         runs.try_each(offset, bytes.len(), |mut at, mut range| -> Result<()> {
             while !range.is_empty() {
                 if at / BLOCK != number {
-                    self.put_in_block(target, number, &in_block, bytes, &write)?;
+                    self.put_in_block(location, size, number, &in_block, bytes, &write)?;
                     in_block.clear();
                     number = at / BLOCK;
                 }
                 let within = at % BLOCK;
-                let size = range.len().min((BLOCK - within) as usize);
-                in_block.push((within as usize, range.start..range.start + size));
-                range.start += size;
-                at += size as u64;
+                let here = range.len().min((BLOCK - within) as usize);
+                in_block.push((within as usize, range.start..range.start + here));
+                range.start += here;
+                at += here as u64;
             }
             Ok(())
         })?;
-        self.put_in_block(target, number, &in_block, bytes, &write)
+        self.put_in_block(location, size, number, &in_block, bytes, &write)
     }
 
     fn put_in_block(
         &self,
-        target: Target,
+        location: Location,
+        size: u64,
         number: u64,
         runs: &[(usize, Range<usize>)],
         bytes: &[u8],
@@ -101,9 +94,9 @@ impl Bands {
         if runs.is_empty() {
             return Ok(());
         }
-        let start = target.start + number * BLOCK;
-        let key = (target.file, start);
-        let block = self.block(key, BLOCK.min(target.size - number * BLOCK) as usize);
+        let start = location.start + number * BLOCK;
+        let key = (location.file, start);
+        let block = self.block(key, BLOCK.min(size - number * BLOCK) as usize);
         let mut block = block.lock().unwrap_or_else(PoisonError::into_inner);
         for (within, range) in runs {
             match &mut block.bytes {
@@ -150,9 +143,9 @@ mod tests {
     /// writes.
     fn written(rows: u64, pieces_of: impl Fn(&mut Vec<(u64, u64, usize)>)) -> u64 {
         let start = 100;
-        let target = Target { file: 0, start, size: 3 * rows };
-        let file = RefCell::new(vec![0; (start + target.size) as usize]);
-        let expected: Vec<u8> = (0..target.size).map(|at| (at % 251) as u8 + 1).collect();
+        let (location, all) = (Location { file: 0, start }, 3 * rows);
+        let file = RefCell::new(vec![0; (start + all) as usize]);
+        let expected: Vec<u8> = (0..all).map(|at| (at % 251) as u8 + 1).collect();
         let bands = Bands::default();
         let runs: Vec<_> =
             (0..3).map(|column| StridedLayout::of_rectangle(8, &[rows, 3], None, &[0, column], &[rows, 1])).collect();
@@ -169,7 +162,7 @@ mod tests {
                 file.borrow_mut()[at as usize..][..bytes.len()].copy_from_slice(bytes);
                 Ok(())
             };
-            bands.put(target, &runs[column as usize], row, &bytes, write).unwrap();
+            bands.put(location, all, &runs[column as usize], row, &bytes, write).unwrap();
         }
         assert!(file.borrow()[start as usize..] == expected[..]);
         let blocks = bands.0.into_inner().unwrap();

@@ -15,6 +15,7 @@ use crate::cut::Piece;
 use crate::reader::{Pair, VerifyReport};
 use crate::safetensors::{display_name, outputs, target_metadata};
 use crate::slice::{FusedSlices, Memories};
+use crate::source::zeroed;
 use crate::watch::{Watcher, progress_methods};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -156,11 +157,7 @@ impl<'a, B: Source> Apply<'a, B> {
     pub fn to_memory(&self) -> Result<Vec<(TensorInfo, Vec<u8>)>> {
         let mut tensors = Vec::with_capacity(self.selected.len());
         for tensor in self.selected() {
-            let mut bytes = Vec::new();
-            let size = usize::try_from(tensor.bytes()).ok();
-            let size = size.filter(|&size| bytes.try_reserve_exact(size).is_ok());
-            let refused = || Error::io("allocate", tensor.name.as_ref(), std::io::ErrorKind::OutOfMemory.into());
-            bytes.resize(size.ok_or_else(refused)?, 0);
+            let bytes = zeroed(tensor.bytes()).map_err(|e| Error::io("allocate", tensor.name.as_ref(), e))?;
             let info = TensorInfo { name: tensor.name.to_owned(), dtype: tensor.dtype, shape: tensor.shape.to_vec() };
             tensors.push((info, bytes));
         }

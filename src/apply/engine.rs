@@ -4,7 +4,7 @@ use super::accelerator::{Accelerator, TensorHashes, Work};
 use super::chunk::{Chunks, DecodeWorker, Hashes, decode, decode_from, decode_to};
 use super::digests::DigestCheck;
 use super::find::wrong_base;
-use super::memory::{Pieces, RUN_BYTES, Role, divide};
+use super::memory::{ChunkMemory, RUN_BYTES, Role, divide};
 use super::payloads::ComparedPayloads;
 use super::plan::{Item, Plan, Task};
 use crate::base::PaddedBase;
@@ -61,11 +61,11 @@ impl<'a, B: Source> Engine<'a, B> {
         let mut check = DigestCheck::new(self.pair.index(), self.plan, &hash_base);
         // After an error no later chunk is begun in place. Earlier ones run, so that the first error is always the same.
         let failed = AtomicUsize::new(usize::MAX);
-        let work = |(number, (task, pieces)): &mut (usize, (Task, Pieces<'_>))| {
+        let work = |(number, (task, memory)): &mut (usize, (Task, ChunkMemory<'_>))| {
             if role == Role::InPlace && failed.load(Ordering::Relaxed) < *number {
                 return Ok(None);
             }
-            let found = workers.with(|worker| self.decode(*task, pieces, role, &compared, worker, &observe));
+            let found = workers.with(|worker| self.decode(*task, memory, role, &compared, worker, &observe));
             let found = found.and_then(|found| self.progress.done(self.plan.bytes_of(*task).1 as u64).map(|()| found));
             found.map(Some).inspect_err(|_| {
                 failed.fetch_min(*number, Ordering::Relaxed);
@@ -92,7 +92,7 @@ impl<'a, B: Source> Engine<'a, B> {
     fn decode<T>(
         &self,
         task: Task,
-        pieces: &mut Pieces<'_>,
+        memory: &mut ChunkMemory<'_>,
         role: Role,
         chunks: &ComparedPayloads<'_>,
         worker: &mut DecodeWorker,
@@ -102,7 +102,7 @@ impl<'a, B: Source> Engine<'a, B> {
         let (tensor, size) = (&item.tensor, item.bytes_of(task.chunk).1);
         let is_hashed = self.digests && item.is_complete;
         let base = PaddedBase::new(Some(self.base), item.base.as_ref());
-        if let (Role::Target, Some(lanes)) = (role, pieces.whole(size)) {
+        if let (Role::Target, Some(lanes)) = (role, memory.whole(size)) {
             let hashes = decode_to(base, chunks, tensor, task.chunk, worker, lanes, is_hashed)?;
             return Ok((hashes, observe(task, lanes)?));
         }
@@ -110,12 +110,12 @@ impl<'a, B: Source> Engine<'a, B> {
             let hashes = match role {
                 Role::Target => decode_from(base, chunks, tensor, task.chunk, worker, lanes, is_hashed)?,
                 Role::Base | Role::InPlace => {
-                    let fill = pieces.base_lanes(tensor, task.chunk);
+                    let fill = memory.base_lanes(tensor, task.chunk);
                     decode(chunks, tensor, task.chunk, fill, worker, lanes, is_hashed)?
                 }
             };
             if role != Role::Base {
-                pieces.store(lanes);
+                memory.store(lanes);
             }
             Ok((hashes, observe(task, lanes)?))
         })

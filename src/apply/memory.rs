@@ -19,9 +19,9 @@ pub(super) enum Role {
 }
 
 /// The bytes of a chunk that are in memory: ranges of the chunk, ascending, and their memory. No other chunk has this memory.
-pub(super) struct Pieces<'m>(Vec<(Range<usize>, &'m mut [u8])>);
+pub(super) struct ChunkMemory<'m>(Vec<(Range<usize>, &'m mut [u8])>);
 
-impl Pieces<'_> {
+impl ChunkMemory<'_> {
     /// All bytes of a chunk of `size` bytes, if they are in one piece.
     pub fn whole(&mut self, size: usize) -> Option<&mut [u8]> {
         match &mut self.0[..] {
@@ -72,7 +72,7 @@ pub(super) const RUN_BYTES: u64 = 128;
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if two chunks share bytes. Plans exclude that.
-pub(super) fn divide<'m>(memories: &'m mut [&mut [u8]], plan: &Plan<'_>, tasks: Vec<Task>) -> Result<Vec<(Task, Pieces<'m>)>> {
+pub(super) fn divide<'m>(memories: &'m mut [&mut [u8]], plan: &Plan<'_>, tasks: Vec<Task>) -> Result<Vec<(Task, ChunkMemory<'m>)>> {
     let mut runs = Vec::new();
     for (job, &task) in tasks.iter().enumerate() {
         let (offset, size) = plan.bytes_of(task);
@@ -84,7 +84,7 @@ pub(super) fn divide<'m>(memories: &'m mut [&mut [u8]], plan: &Plan<'_>, tasks: 
         }
     }
     runs.sort_by_key(|(memory, at, ..)| (*memory, *at));
-    let mut jobs: Vec<_> = tasks.into_iter().map(|task| (task, Pieces(Vec::new()))).collect();
+    let mut jobs: Vec<_> = tasks.into_iter().map(|task| (task, ChunkMemory(Vec::new()))).collect();
     let mut runs = runs.into_iter().peekable();
     for (number, memory) in memories.iter_mut().enumerate() {
         let (mut rest, mut start) = (&mut **memory, 0);
@@ -99,6 +99,6 @@ pub(super) fn divide<'m>(memories: &'m mut [&mut [u8]], plan: &Plan<'_>, tasks: 
             (rest, start) = (behind, end);
         }
     }
-    jobs.iter_mut().for_each(|(_, pieces)| pieces.0.sort_by_key(|(range, _)| range.start));
+    jobs.iter_mut().for_each(|(_, memory)| memory.0.sort_by_key(|(range, _)| range.start));
     Ok(jobs)
 }

@@ -7,6 +7,7 @@ use super::plan::{Plan, Task};
 use super::request::Request;
 use crate::base::PaddedBase;
 use crate::batches::Pool;
+use crate::source::zeroed;
 use std::ops::Range;
 use tpde_core::error::{Error, Result};
 use tpde_core::lane::with_lane;
@@ -58,9 +59,7 @@ impl Changes {
 /// The bytes of a range of elements. Decodes only the chunks that have bytes of the range.
 pub(super) fn range<B: Source>(request: &Request<'_, B>, name: &str, elements: Range<u64>) -> Result<Vec<u8>> {
     let (plan, size) = Plan::of_range(request.pair.index(), name, elements, request.base)?;
-    let mut out = Vec::new();
-    let size = usize::try_from(size).ok().filter(|&size| out.try_reserve_exact(size).is_ok());
-    out.resize(size.ok_or_else(|| Error::io("allocate", name.as_ref(), std::io::ErrorKind::OutOfMemory.into()))?, 0);
+    let mut out = zeroed(size).map_err(|e| Error::io("allocate", name.as_ref(), e))?;
     // A range is not part of what is announced to the watcher.
     let engine = Engine { progress: &|_| {}, ..request.engine(&plan) };
     engine.execute(&mut [&mut out], Role::Target, |_, _| Ok(()), |()| {})?;

@@ -1,11 +1,13 @@
 //! Writes rectangles of tensors as one safetensors file.
 
+use super::plan::no_tensor;
 use super::request::ApplyReport;
 use crate::checkpoint::TensorInfo;
 use crate::publish::{check_apart, reserve};
 use crate::reader::PayloadDigests;
 use crate::safetensors::{Neighbours, compose};
 use crate::slice::{SliceMut, View};
+use crate::source::zeroed;
 use crate::watch::Progress;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -55,7 +57,7 @@ pub(super) fn write(
         let count = rest.iter().take_while(|one| is_near(one.offset + one.info.bytes())).count().max(1);
         let (group, next) = rest.split_at(count);
         let size = group.iter().map(|one| one.info.bytes()).sum();
-        let mut bytes = allocated(size, path)?;
+        let mut bytes = zeroed(size).map_err(|e| Error::io("allocate memory for", path, e))?;
         let (mut memories, mut left) = (Vec::with_capacity(count), &mut bytes[..]);
         for one in group {
             let (memory, behind) = left.split_at_mut(one.info.bytes() as usize);
@@ -72,7 +74,7 @@ pub(super) fn write(
 
 /// The tensor that a slice becomes.
 fn info(index: &ValidatedIndex, name: &str, rectangle: &Rectangle) -> Result<TensorInfo> {
-    let tensor = index.find(name).ok_or_else(|| Error::InvalidArgument(format!("no tensor {} in the pair", Escaped(name))))?;
+    let tensor = index.find(name).ok_or_else(|| no_tensor(name))?;
     let shape = tensor.whole_shape();
     if !rectangle.is_within(shape) {
         let name = Escaped(name);
@@ -82,14 +84,6 @@ fn info(index: &ValidatedIndex, name: &str, rectangle: &Rectangle) -> Result<Ten
     View::new((name, tensor.dtype, shape), rectangle.clone(), None, info.bytes(), ())?;
     index.check_has(name, rectangle)?;
     Ok(info)
-}
-
-fn allocated(size: u64, path: &Path) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    let size = usize::try_from(size).ok().filter(|&size| bytes.try_reserve_exact(size).is_ok());
-    let size = size.ok_or_else(|| Error::io("allocate memory for", path, std::io::ErrorKind::OutOfMemory.into()))?;
-    bytes.resize(size, 0);
-    Ok(bytes)
 }
 
 /// Adds the report of a group.

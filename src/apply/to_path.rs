@@ -1,6 +1,6 @@
 //! Writes a target as safetensors files.
 
-use super::bands::{Bands, Target, are_short};
+use super::bands::{Bands, are_short};
 use super::request::{ApplyReport, Request, Sink};
 use crate::checkpoint::CheckpointFiles;
 use crate::publish::{Publication, check_apart, reserve};
@@ -26,12 +26,12 @@ struct Files<'a> {
 
 impl Sink for Files<'_> {
     fn write(&self, tensor_index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
-        let Some(Location { file, start }) = self.locations[tensor_index] else { return Ok(()) };
+        let Some(location @ Location { file, start }) = self.locations[tensor_index] else { return Ok(()) };
         let open = self.publication.file(file)?;
         let written = match &self.runs[tensor_index] {
             None => open.write_all_at(bytes, start + offset),
             Some(runs) if let Some(size) = self.gathered[tensor_index] => {
-                self.bands.put(Target { file, start, size }, runs, offset, bytes, |bytes, at| open.write_all_at(bytes, at))
+                self.bands.put(location, size, runs, offset, bytes, |bytes, at| open.write_all_at(bytes, at))
             }
             Some(runs) => runs.try_each(offset, bytes.len(), |at, range| open.write_all_at(&bytes[range], start + at)),
         };

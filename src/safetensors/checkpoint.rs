@@ -3,6 +3,7 @@
 use super::as_base::{TargetContent, base_fault};
 use super::folder::Folder;
 use super::header::{self, FileTensor, Header};
+use super::layout::Location;
 use super::neighbours::SHARD_INDEX;
 use crate::checkpoint::{Checkpoint, CheckpointFiles, TensorInfo};
 use crate::source::{FileSource, OpenFiles};
@@ -29,17 +30,10 @@ pub struct SafetensorsCheckpoint {
     shard_index: Option<ShardIndex>,
     tensors: Vec<TensorInfo>,
     /// For each tensor, its location in `files`.
-    locations: Vec<ShardOffset>,
+    locations: Vec<Location>,
     /// The file that other programs may read instead of this checkpoint, if the caller has chosen neither.
     rival: Option<String>,
     not_included: Vec<String>,
-}
-
-/// Index of a file, and offset of a tensor in that file in bytes.
-#[derive(Debug)]
-struct ShardOffset {
-    file: u32,
-    start: u64,
 }
 
 /// One safetensors file.
@@ -141,7 +135,7 @@ impl SafetensorsCheckpoint {
         let files = shards.iter().map(|name| (path.join(name), (*name).to_owned())).collect();
         let mut checkpoint = Self::from_files(path, files, map.as_ref())?;
         for (tensor, shard) in map.iter().flatten() {
-            let shard_of_tensor = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.locations[i].file as usize].name);
+            let shard_of_tensor = checkpoint.find(tensor).map(|i| &checkpoint.files[checkpoint.locations[i].file].name);
             if shard_of_tensor != Some(shard) {
                 let (tensor, shard) = (Escaped(tensor), Escaped(shard));
                 let found = match shard_of_tensor {
@@ -166,7 +160,7 @@ impl SafetensorsCheckpoint {
         for (file, (path, name)) in paths.iter().enumerate() {
             let (shard, tensors) = Shard::open(path, name, shared.as_ref())?;
             all.extend(tensors.into_iter().map(|FileTensor { info, offset }| {
-                let location = ShardOffset { file: file as u32, start: shard.content_size + offset };
+                let location = Location { file, start: shard.content_size + offset };
                 (info, location)
             }));
             files.push(shard);
@@ -174,7 +168,7 @@ impl SafetensorsCheckpoint {
         all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         if let Some(pair) = all.windows(2).find(|pair| pair[0].0.name == pair[1].0.name) {
             let name = &pair[0].0.name;
-            let [first, second] = [0, 1].map(|i| Escaped(&files[pair[i].1.file as usize].name).to_string());
+            let [first, second] = [0, 1].map(|i| Escaped(&files[pair[i].1.file].name).to_string());
             let how = match map.and_then(|map| map.get(name)) {
                 Some(named) => format!("the shard index names {}: remove the tensor from the other file", Escaped(named)),
                 None => "give one of the files, or a folder with one checkpoint".to_owned(),
@@ -288,8 +282,8 @@ impl Checkpoint for SafetensorsCheckpoint {
     }
 
     fn read(&self, tensor_index: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let ShardOffset { file, start } = self.locations[tensor_index];
-        self.files[file as usize].source.read(start + offset, out)
+        let Location { file, start } = self.locations[tensor_index];
+        self.files[file].source.read(start + offset, out)
     }
 
     fn paths(&self) -> Vec<PathBuf> {

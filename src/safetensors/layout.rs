@@ -23,10 +23,10 @@ impl Output {
     }
 }
 
-/// Location of a tensor in the outputs.
-#[derive(Clone, Copy)]
+/// Location of a tensor in files.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Location {
-    /// Index of the output.
+    /// Index of the file.
     pub file: usize,
     /// Offset of the tensor in the file, in bytes.
     pub start: u64,
