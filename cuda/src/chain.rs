@@ -175,21 +175,21 @@ impl<'a> ApplyChain<'a> {
 
     /// Queues all steps of a group.
     fn queue(&self, group: &Group<'_>, stream: &Stream, writes: bool) -> Result<Vec<QueuedStep>> {
-        let queue = |(number, one): (usize, &ChainStep<'a>)| {
-            let (is_first, is_last) = (number == 1, number == self.steps.len());
-            let (tensors, mode) = if is_first {
-                (TensorSlice::out_of_place(&one.index, &group.scratch, group.held), Mode::OutOfPlace)
-            } else if is_last && writes {
-                (TensorSlice::out_of_place(&one.index, group.held, &group.scratch), Mode::OutOfPlace)
-            } else {
-                (TensorSlice::in_place(&one.index, &group.scratch), Mode::InPlace(InPlace::ChunkByChunk))
+        let can_change = self.steps.iter().any(|one| can_change(&one.payloads));
+        let launches = launches(self.steps.len(), writes, can_change);
+        let queue = |one: &ChainStep<'a>, launch: &StepLaunch| {
+            let memory = |place| if place == Place::Slices { group.held } else { &group.scratch[..] };
+            let (from, to) = (memory(launch.from), memory(launch.to));
+            let (tensors, mode) = match launch.from == launch.to {
+                true => (TensorSlice::in_place(&one.index, to), Mode::InPlace(InPlace::ChunkByChunk)),
+                false => (TensorSlice::out_of_place(&one.index, to, from), Mode::OutOfPlace),
             };
-            let compares = !writes || self.steps.iter().any(|one| can_change(&one.payloads));
             let plan = ApplyPlan::new(&one.index, &tensors?, mode, one.payloads.clone())?;
-            let plan = plan.digests(is_last && compares && self.compares_targets).payload_digests(compares);
-            Ok((number, Application::prepare(plan)?.launch(stream)?))
+            let plan = plan.digests(launch.compares_targets && self.compares_targets).payload_digests(launch.compares_payloads);
+            Application::prepare(plan)?.launch(stream)
         };
-        (1..).zip(self.steps).map(|(number, one)| queue((number, one)).map_err(|error| step(number, error))).collect()
+        let queued = (1..).zip(self.steps.iter().zip(&launches));
+        queued.map(|(number, (one, launch))| Ok((number, queue(one, launch).map_err(|error| step(number, error))?))).collect()
     }
 
     /// The error of a second pass that failed, after these groups may have been written.
@@ -203,6 +203,38 @@ impl<'a> ApplyChain<'a> {
         written.sort_unstable();
         Error::Poisoned { written, total: chunks_of(tensors).len() as u32, source: Box::new(source) }
     }
+}
+
+/// Memory of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Slices,
+    Scratch,
+}
+
+/// A step of a group: where it takes its base from, and where it puts its target. It is in place if both are the same.
+#[derive(Debug, PartialEq, Eq)]
+struct StepLaunch {
+    from: Place,
+    to: Place,
+    compares_payloads: bool,
+    compares_targets: bool,
+}
+
+/// The launches of a pass over `steps` steps, for each group. The first pass checks, and leaves the targets in scratch memory. The
+/// second one writes them; it compares digests again if payloads can change between the passes.
+fn launches(steps: usize, writes: bool, can_change: bool) -> Vec<StepLaunch> {
+    let compares_payloads = !writes || can_change;
+    let launch = |number: usize| {
+        let is_last = number == steps;
+        StepLaunch {
+            from: if number == 1 { Place::Slices } else { Place::Scratch },
+            to: if is_last && writes && number > 1 { Place::Slices } else { Place::Scratch },
+            compares_payloads,
+            compares_targets: is_last && compares_payloads,
+        }
+    };
+    (1..=steps).map(launch).collect()
 }
 
 /// The slices without those whose memory an earlier one has, as of tied weights. Their targets are equal, which was checked. If both
@@ -286,7 +318,35 @@ fn dtype_of(index: &DeviceIndex, slice: &TensorSlice<'_>) -> Result<Dtype> {
 
 #[cfg(test)]
 mod tests {
-    use super::ranges;
+    use super::{launches, ranges};
+
+    /// Both passes, as text: where each step takes its base from, where it puts its target, and which digests are compared.
+    #[test]
+    fn a_chain_writes_once_and_after_all_checks() {
+        let text = |steps, writes, can_change| -> Vec<String> {
+            let text = |launch: &super::StepLaunch| {
+                let payloads = if launch.compares_payloads { ", payload digests" } else { "" };
+                let targets = if launch.compares_targets { ", target digests" } else { "" };
+                format!("{:?} to {:?}{payloads}{targets}", launch.from, launch.to)
+            };
+            launches(steps, writes, can_change).iter().map(text).collect()
+        };
+        let checked = [
+            "Slices to Scratch, payload digests",
+            "Scratch to Scratch, payload digests",
+            "Scratch to Scratch, payload digests, target digests",
+        ];
+        assert_eq!(text(3, false, false), checked);
+        assert_eq!(text(3, false, true), checked);
+        assert_eq!(text(3, true, false), ["Slices to Scratch", "Scratch to Scratch", "Scratch to Slices"]);
+        let again = [
+            "Slices to Scratch, payload digests",
+            "Scratch to Scratch, payload digests",
+            "Scratch to Slices, payload digests, target digests",
+        ];
+        assert_eq!(text(3, true, true), again);
+        assert_eq!(text(2, true, false), ["Slices to Scratch", "Scratch to Slices"]);
+    }
 
     #[test]
     fn groups_fit_in_the_limit_and_cover_all_slices() {

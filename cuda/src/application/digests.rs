@@ -4,7 +4,7 @@ use crate::index::DeviceIndex;
 use crate::plan::Offsets;
 use crate::plan::digests::DigestPlan;
 use crate::plan::payloads::Payloads;
-use crate::runtime::driver::{EnterGuard, Kernel, OwnStream, RawStream};
+use crate::runtime::driver::{EnterGuard, Kernel, RawStream};
 use rayon::prelude::*;
 use std::ops::Range;
 use tpde::internals::checked_payload;
@@ -53,8 +53,6 @@ pub(super) struct DeviceDigests {
     slices: Vec<Range<u32>>,
     /// The launch that hashes the payload list, if the list is formed on the device.
     list: Option<DigestParameter>,
-    /// Stream beside the decoding kernels. `None` if payloads must be compared before they are decoded.
-    pub beside: Option<OwnStream>,
     /// Number of payloads.
     pub payloads: usize,
 }
@@ -88,7 +86,7 @@ impl DeviceDigests {
             ..parameter
         });
         let slices = plan.slices.clone();
-        Ok(Self { kernel, parameter, slices, list, beside: None, payloads: plan.payloads })
+        Ok(Self { kernel, parameter, slices, list, payloads: plan.payloads })
     }
 
     /// Reads all payloads on the host, and returns the payload list after comparing it with the payload root. CRCs are compared
@@ -134,11 +132,6 @@ impl DeviceDigests {
             crc32: 0.into(),
             output_offset: 0.into(),
         })
-    }
-
-    /// Returns whether all payloads must be hashed before the first digest is compared.
-    pub fn needs_all(&self) -> bool {
-        self.list.is_some()
     }
 
     /// Queues the digests of slice `n`. The status words begin where that of chunk 0 would be.

@@ -8,6 +8,7 @@ mod launch;
 mod no_frames;
 pub(super) mod outcome;
 mod prepared;
+mod streams;
 mod targets;
 
 use self::launch::Launcher;
@@ -16,10 +17,11 @@ use self::prepared::{LastLaunch, LaunchData};
 use super::abi::{DeviceTensor, STATUS_NOT_RUN, STATUS_OK};
 use super::plan::binding::{self, Binding};
 use super::plan::payloads::{Mode, Payloads};
+use super::plan::program::{Program, Variation};
 use super::plan::targets::Targets;
 use super::plan::{ApplyPlan, check_devices, tensor_range, tensor_table};
 use super::runtime::copies;
-use super::runtime::driver::{self, EnterGuard, OwnStream, RawEvent, RawStream};
+use super::runtime::driver::{self, EnterGuard, RawEvent, RawStream};
 use super::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use super::runtime::stream::Stream;
 use std::sync::{Arc, PoisonError};
@@ -31,6 +33,7 @@ use tpde_core::error::{Error, Result};
 pub struct Application<'a> {
     prepared: Arc<LaunchData>,
     payloads: Payloads<'a>,
+    program: Program,
 }
 
 /// Guard while a launch is being queued. After a panic, for example in a caller's [`Source`](tpde::Source), it waits on
@@ -40,8 +43,7 @@ struct Unwinding<'a>(&'a Launcher<'a>);
 impl Drop for Unwinding<'_> {
     fn drop(&mut self) {
         let Launcher { prepared, cx, stream, .. } = *self.0;
-        let sides = prepared.streams().map(OwnStream::raw);
-        [prepared.index.device().inner.copy.raw(), stream].into_iter().chain(sides).for_each(|stream| driver::drain(cx, stream));
+        prepared.streams.all().chain([stream]).for_each(|stream| driver::drain(cx, stream));
         _ = prepared.reset(cx, stream);
         driver::drain(cx, stream);
     }
@@ -59,8 +61,13 @@ impl<'a> Application<'a> {
     /// # Errors
     /// [`Error::Device`] if memory or the driver fails.
     pub fn prepare(plan: ApplyPlan<'a>) -> Result<Self> {
+        Self::new(plan, None)
+    }
+
+    fn new(plan: ApplyPlan<'a>, memory: Option<DeviceSlice>) -> Result<Self> {
         let payloads = plan.payloads.clone();
-        Ok(Self { prepared: Arc::new(LaunchData::new(plan, None)?), payloads })
+        let (prepared, program) = LaunchData::new(plan, memory)?;
+        Ok(Self { prepared: Arc::new(prepared), payloads, program })
     }
 
     /// Prepares a planned application in the caller's memory only: [`ApplyPlan::bytes`] bytes, aligned to 256. Work on
@@ -71,8 +78,7 @@ impl<'a> Application<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`] if the memory is too small or not aligned; [`Error::Device`] if the driver fails.
     pub fn prepare_in(plan: ApplyPlan<'a>, memory: DeviceSlice) -> Result<Self> {
-        let payloads = plan.payloads.clone();
-        Ok(Self { prepared: Arc::new(LaunchData::new(plan, Some(memory))?), payloads })
+        Self::new(plan, Some(memory))
     }
 
     /// Binds the same tensors to other memory, for later launches. Returns false and changes nothing if the set of tensors that
@@ -125,6 +131,7 @@ impl<'a> Application<'a> {
         payloads.check(&self.prepared.index, &self.prepared.bindings)?;
         payloads.check_device(&self.prepared.index.device().inner)?;
         self.payloads = payloads;
+        self.program = self.prepared.program(&self.payloads, Variation::Whole);
         Ok(())
     }
 
@@ -136,7 +143,7 @@ impl<'a> Application<'a> {
 
     /// Returns whether the processor reads or expands payloads during a launch.
     pub fn reads_on_host(&self) -> bool {
-        matches!(self.payloads, Payloads::Host(_) | Payloads::Kept(_)) || self.prepared.schedule.has_expanded
+        self.program.has_host_work()
     }
 
     /// Queues the copy of a tensor table.
@@ -160,7 +167,7 @@ impl<'a> Application<'a> {
     /// [`Error::InvalidArgument`] for a stream of another device, and for a stream that is being captured, see
     /// [`Application::capture`]; [`Error::Device`] if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<Pending> {
-        self.queue(stream, true)
+        self.queue(stream, &self.program)
     }
 
     /// Queues the checks of [`Application::launch`] and writes no tensor. [`Pending::wait`] gives the error that the launch would
@@ -174,11 +181,11 @@ impl<'a> Application<'a> {
             let reason = "only an application in place that checks all chunks first can be checked without writing";
             return Err(Error::InvalidArgument(reason.into()));
         }
-        self.queue(stream, false)
+        self.queue(stream, &self.prepared.program(&self.payloads, Variation::WithoutCommit))
     }
 
-    /// Queues a launch. Unless it `commits`, an application that checks all chunks first stops before the first write.
-    fn queue(&self, stream: &Stream, commits: bool) -> Result<Pending> {
+    /// Queues a launch.
+    fn queue(&self, stream: &Stream, program: &Program) -> Result<Pending> {
         let prepared = &self.prepared;
         let device = &prepared.index.device().inner;
         self.check_device(stream)?;
@@ -195,11 +202,11 @@ impl<'a> Application<'a> {
         last_launch.ready.as_ref().unwrap_or(&prepared.copied).hold(&cx, raw)?;
 
         let staging_at = staging.as_ref().map(DeviceSlice::address);
-        let statuses = words.address();
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: false, commits, statuses };
+        let (statuses, payloads) = (words.address(), &self.payloads);
+        let launcher = Launcher { prepared, program, payloads, cx: &cx, stream: raw, staging: staging_at, statuses, words: &words };
         let done = Arc::new(RawEvent::new(&cx, false)?);
         let unwinding = Unwinding(&launcher);
-        let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run(&self.payloads, &words));
+        let queued = self.send_table(&cx, last_launch.table.as_ref(), raw).and_then(|()| launcher.run());
         // From here on the memory of all queued work is held, also after an error. The error may have occurred before the streams
         // were joined.
         let gathered = if queued.is_err() { launcher.gather() } else { Ok(()) };
@@ -264,12 +271,13 @@ impl<'a> Application<'a> {
         // short.
         prepared.copied.wait(&cx)?;
         let staging_at = staging.as_ref().map(DeviceSlice::address);
-        let statuses = prepared.statuses;
-        let launcher = Launcher { prepared, cx: &cx, stream: raw, staging: staging_at, in_order: true, commits: true, statuses };
+        let program = &prepared.program(&self.payloads, Variation::Serial);
+        let (statuses, payloads) = (prepared.statuses, &self.payloads);
+        let launcher = Launcher { prepared, program, payloads, cx: &cx, stream: raw, staging: staging_at, statuses, words: &words };
         let queued = prepared
             .reset_statuses(&cx, raw)
-            .and_then(|()| launcher.run_in_order(&self.payloads, &words))
-            .and_then(|()| prepared.reset(&cx, raw));
+            .and_then(|()| launcher.run())
+            .and_then(|_| prepared.reset(&cx, raw));
         let captured = Captured::new(prepared.clone(), words, staging, self.pinned_payloads());
         match queued {
             Ok(_) => Ok(captured),

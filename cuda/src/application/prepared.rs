@@ -5,16 +5,19 @@ use super::digests::DeviceDigests;
 use super::frames::Frames;
 #[cfg(not(feature = "nvcomp"))]
 use super::no_frames::Frames;
+use super::streams::Streams;
 use super::targets::DeviceTargets;
 use crate::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorForm, TensorRows};
 use crate::index::DeviceIndex;
 use crate::plan::binding::Binding;
-use crate::plan::payloads::Mode;
+use crate::plan::digests::DigestPlan;
+use crate::plan::payloads::{Mode, Payloads};
+use crate::plan::program::{Origin, PayloadChecks, Program, Request, TargetChecks, Variation};
 use crate::plan::schedule::Schedule;
 use crate::plan::targets::Targets;
-use crate::plan::{ApplyPlan, SIDES, table_bytes, table_offsets, tensor_range, tensor_table};
+use crate::plan::{ApplyPlan, Offsets, table_bytes, table_offsets, tensor_range, tensor_table};
 use crate::runtime::copies;
-use crate::runtime::driver::{EnterGuard, OwnStream, RawEvent, RawStream};
+use crate::runtime::driver::{EnterGuard, Kernel, RawEvent, RawStream};
 use crate::runtime::kernels::Variant;
 use crate::runtime::memory::{Allocation, DeviceSlice, PinnedBuffer};
 use crate::runtime::scratch::Scratch;
@@ -28,6 +31,8 @@ use zerocopy::IntoBytes;
 /// Data that must exist until the last launch has completed.
 #[derive(Debug)]
 pub(super) struct LaunchData {
+    pub streams: Streams,
+    request: Request,
     pub index: DeviceIndex,
     pub mode: Mode,
     pub schedule: Schedule,
@@ -60,9 +65,6 @@ pub(super) struct LaunchData {
     /// Number of status words of chunks, payload digests and targets.
     pub own_status_words: usize,
     pub flag: u64,
-    /// Side streams: slice `n` uses stream `n` mod their number. So a slice does not wait for the last chunks of another slice.
-    /// Empty if there is only one slice.
-    pub sides: Vec<OwnStream>,
     /// Recorded behind the copies to this memory.
     pub copied: Arc<RawEvent>,
     /// Recorded behind the fills that reset memory after a launch.
@@ -82,132 +84,149 @@ pub(super) struct LastLaunch {
     pub table: Option<PinnedBuffer>,
 }
 
-impl LaunchData {
-    /// Allocates and fills the memory of a planned application. `caller_memory` replaces the allocation.
-    pub fn new(plan: ApplyPlan<'_>, caller_memory: Option<DeviceSlice>) -> Result<Self> {
-        let device = &plan.index.device().inner;
-        let in_caller_memory = caller_memory.is_some();
-        let mut scratch = plan.scratch(in_caller_memory);
-        let mut offsets = plan.offsets(scratch, if in_caller_memory { plan.schedule.staged_bytes } else { 0 });
-        let caller_memory = caller_memory.map(|memory| memory.reserve(offsets.bytes, device)).transpose()?;
-        let ApplyPlan { ref index, ref bindings, mode, ref schedule, .. } = plan;
-        let first = tensor_range(bindings).start;
-        let mut table = tensor_table(index, bindings, mode)?;
-        let hash = plan.targets().map(|_| device.kernels.hash(&device.context)).transpose()?;
+/// The memory of an application that is being made.
+struct Parts {
+    memory: DeviceSlice,
+    offsets: Offsets,
+    /// Scratch memory of the application alone, if it has some.
+    scratch: Option<Scratch>,
+}
 
-        for run in schedule.slices.iter().flat_map(|slice| &slice.runs) {
-            // Kernels are compiled here, because a launch must be quick and may be captured.
-            for variant in Variant::ALL.into_iter().filter(|&variant| run.has[variant as usize]) {
-                device.kernels.decoder(&device.context, run.group.decoder(), variant)?;
-            }
-        }
-        let cx = device.context.enter()?;
+impl Parts {
+    /// Allocates the memory of a plan, or takes that of the caller.
+    fn new(plan: &ApplyPlan<'_>, cx: &EnterGuard<'_>, caller_memory: Option<DeviceSlice>) -> Result<Self> {
+        let device = &plan.index.device().inner;
+        let mut scratch = plan.scratch(caller_memory.is_some());
+        let mut offsets = plan.offsets(scratch, if caller_memory.is_some() { plan.schedule.staged_bytes } else { 0 });
         let memory = match caller_memory {
-            Some(memory) => memory,
+            Some(memory) => memory.reserve(offsets.bytes, device)?,
             None => {
-                let mut allocation = Allocation::new(device, &cx, offsets.bytes);
+                let mut allocation = Allocation::new(device, cx, offsets.bytes);
                 if allocation.is_err() && scratch.take().is_some() {
                     // Without scratch memory of its own, the application decodes more chunks twice.
                     offsets = plan.offsets(None, 0);
-                    allocation = Allocation::new(device, &cx, offsets.bytes);
+                    allocation = Allocation::new(device, cx, offsets.bytes);
                 }
                 DeviceSlice::owned(allocation?, offsets.bytes)
             }
         };
-        let at = |offset: u64| memory.address() + offset;
+        let scratch = scratch.map(|scratch| scratch.at(memory.address() + offsets.scratch));
+        Ok(Self { memory, offsets, scratch })
+    }
+
+    fn at(&self, offset: u64) -> u64 {
+        self.memory.address() + offset
+    }
+
+    /// Returns the address that element 0 of an array would have. Kernels use chunk and tensor indexes of the whole pair, and only
+    /// a span of each array is allocated.
+    fn from_zero(&self, offset: u64, first: usize, bytes: usize) -> u64 {
+        self.at(offset).wrapping_sub((first * bytes) as u64)
+    }
+
+    /// Queues the copy of all that the host provides, and the fill of what begins as zeros, on the copy stream. Returns the event
+    /// behind them.
+    fn fill(&self, plan: &ApplyPlan<'_>, cx: &EnterGuard<'_>, host_list: &[[u8; DIGEST_SIZE]]) -> Result<Arc<RawEvent>> {
+        let device = &plan.index.device().inner;
+        let (offsets, schedule, digests) = (&self.offsets, &plan.schedule, plan.digests.as_ref());
+        let mut table = tensor_table(&plan.index, &plan.bindings, plan.mode)?;
         if let Some(targets) = plan.targets() {
-            table.extend(targets.table(at(offsets.target_scratch)));
+            table.extend(targets.table(self.at(offsets.target_scratch)));
         }
-        let own_head = scratch.map_or(0, |scratch| abi::scratch_head(scratch.slots));
-        let scratch = match mode {
-            Mode::InPlace(InPlace::ChunkByChunk) if !in_caller_memory && scratch.is_none() => Some(device.scratch(&cx)?),
-            _ => scratch.map(|scratch| scratch.at(at(offsets.scratch))),
-        };
-        let digest_plan = plan.digests.as_ref();
-        let list_record = digest_plan.and_then(DeviceDigests::list_record);
-        let host_list = match digest_plan {
-            Some(digests) if digests.is_formed_by_host => DeviceDigests::form_list(index, &plan.payloads)?,
-            _ => Vec::new(),
-        };
+        let list_record = digests.and_then(DeviceDigests::list_record);
         let parts: [(u64, &[u8]); 9] = [
             (offsets.table, &table),
             (offsets.order, schedule.order.as_bytes()),
             (offsets.records, schedule.records.as_bytes()),
-            (offsets.pieces, digest_plan.map_or(&[], |digests| digests.pieces.as_bytes())),
-            (offsets.warps, digest_plan.map_or(&[], |digests| digests.warps.as_bytes())),
+            (offsets.pieces, digests.map_or(&[], |digests| digests.pieces.as_bytes())),
+            (offsets.warps, digests.map_or(&[], |digests| digests.warps.as_bytes())),
             (offsets.list_record, list_record.as_ref().map_or(&[], IntoBytes::as_bytes)),
             (offsets.host_list, host_list.as_flattened()),
             (offsets.target_order, plan.targets().map_or(&[], |targets| targets.order.as_bytes())),
             (offsets.target_digests, plan.targets().map_or(&[], |targets| targets.expected.as_flattened())),
         ];
-        let pinned = PinnedBuffer::with_parts(device, &cx, offsets.copied, &parts)?;
+        let pinned = PinnedBuffer::with_parts(device, cx, offsets.copied, &parts)?;
+        let copy = device.copy.raw();
+        let copied = Arc::new(RawEvent::new(cx, false)?);
+        let queueing = device.queueing(cx, copy);
+        // SAFETY: all parts are within the memory that was laid out, and that was allocated or passed for this. It and the pinned
+        // memory are held until the copy has completed, also after an error.
+        unsafe {
+            copies::copy_in(cx, self.at(0), pinned.as_ptr(), offsets.copied as usize, copy)?;
+            // Nodes, flag, and the head of the scratch memory, which follow each other.
+            let end = self.scratch.map_or(offsets.flag + 4, |scratch| offsets.scratch + abi::scratch_head(scratch.slots));
+            copies::fill(cx, self.at(offsets.nodes), 0, (end - offsets.nodes) as usize / 4, copy)?;
+        }
+        queueing.end_with(&copied)?;
+        Ok(copied)
+    }
+}
+
+/// Compiles the kernels of a plan, because a launch must be quick and may be captured. Returns the kernel that hashes targets.
+fn compile(plan: &ApplyPlan<'_>) -> Result<Option<Kernel>> {
+    let device = &plan.index.device().inner;
+    let hash = plan.targets().map(|_| device.kernels.hash(&device.context)).transpose()?;
+    for run in plan.schedule.slices.iter().flat_map(|slice| &slice.runs) {
+        for variant in Variant::ALL.into_iter().filter(|&variant| run.has[variant as usize]) {
+            device.kernels.decoder(&device.context, run.group.decoder(), variant)?;
+        }
+    }
+    Ok(hash)
+}
+
+impl LaunchData {
+    /// Allocates and fills the memory of a planned application. `caller_memory` replaces the allocation. Also returns the program
+    /// of its launches.
+    pub fn new(plan: ApplyPlan<'_>, caller_memory: Option<DeviceSlice>) -> Result<(Self, Program)> {
+        let device = &plan.index.device().inner.clone();
+        let in_caller_memory = caller_memory.is_some();
+        let hash = compile(&plan)?;
+        let cx = device.context.enter()?;
+        let parts = Parts::new(&plan, &cx, caller_memory)?;
+        let ApplyPlan { ref index, ref bindings, mode, ref schedule, compared, .. } = plan;
+        let scratch = match mode {
+            Mode::InPlace(InPlace::ChunkByChunk) if !in_caller_memory && parts.scratch.is_none() => Some(device.scratch(&cx)?),
+            _ => parts.scratch,
+        };
+        let host_list = match &plan.digests {
+            Some(digests) if digests.is_formed_by_host => DeviceDigests::form_list(index, &plan.payloads)?,
+            _ => Vec::new(),
+        };
         let frames = Frames::new(index, schedule, device, &cx)?;
         if in_caller_memory && frames.is_some() {
             return Err(Error::InvalidArgument("nvCOMP takes memory of its own: it cannot be used with the caller's".into()));
         }
-        let copy = device.copy.raw();
-        let (copied, was_reset) = (Arc::new(RawEvent::new(&cx, false)?), Arc::new(RawEvent::new(&cx, false)?));
-        let queueing = device.queueing(&cx, copy);
-        // SAFETY: all parts are within the memory that was laid out, and that was allocated or passed for this. It and the pinned
-        // memory are held until the copy has completed, also after an error.
-        unsafe {
-            copies::copy_in(&cx, at(0), pinned.as_ptr(), offsets.copied as usize, copy)?;
-            // Nodes, flag, and the head of the scratch memory, which follow each other.
-            let zeros = if own_head == 0 { offsets.flag + 4 } else { offsets.scratch + own_head } - offsets.nodes;
-            copies::fill(&cx, at(offsets.nodes), 0, zeros as usize / 4, copy)?;
-        }
-        queueing.end_with(&copied)?;
-        // Kernels use chunk and tensor indexes of the whole pair. Only a span of each array is allocated, so these are the
-        // addresses that element 0 would have.
-        let from_zero = |offset: u64, number: usize, bytes: usize| at(offset).wrapping_sub((number * bytes) as u64);
-        let first_chunk = schedule.span.start as usize;
+        let (copied, was_reset) = (parts.fill(&plan, &cx, &host_list)?, Arc::new(RawEvent::new(&cx, false)?));
+
+        let (first, offsets, memory) = (tensor_range(bindings).start, &parts.offsets, &parts.memory);
         let records = match schedule.records.is_empty() {
             true => index.uploaded.chunks(),
-            false => from_zero(offsets.records, first_chunk, size_of::<ChunkMetadata>()),
+            false => parts.from_zero(offsets.records, schedule.span.start as usize, size_of::<ChunkMetadata>()),
         };
-        let (tensors, order) = (from_zero(offsets.table, first, size_of::<DeviceTensor>()), at(offsets.order));
+        let tensors = parts.from_zero(offsets.table, first, size_of::<DeviceTensor>());
         let (rows_at, forms_at, _) = table_offsets(bindings);
-        let rows = rows_at.map_or(0, |rows| from_zero(offsets.table + rows, first, size_of::<TensorRows>()));
-        let forms = forms_at.map_or(0, |forms| from_zero(offsets.table + forms, first, size_of::<TensorForm>()));
-        let (statuses, flag) = (at(offsets.statuses), at(offsets.flag));
-        let staging = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
-        let mut digests = digest_plan
-            .map(|digests| DeviceDigests::new(index, digests, &offsets, memory.address(), schedule.span.clone()))
-            .transpose()?;
-        let table_at = at(offsets.table) + table_bytes(bindings);
-        let mut targets = hash
-            .zip(plan.targets())
-            .map(|(hash, targets)| DeviceTargets::new(hash, targets, table_at, &offsets, memory.address(), rows_at.is_some()));
-        // Taken last, so that an earlier error leaks no stream.
-        let mut sides = match schedule.slices.len() {
-            0 | 1 => Vec::new(),
-            slices => (0..slices.min(SIDES)).map(|_| device.pools.stream(&cx)).collect::<Result<_>>()?,
+        let rows = rows_at.map_or(0, |rows| parts.from_zero(offsets.table + rows, first, size_of::<TensorRows>()));
+        let forms = forms_at.map_or(0, |forms| parts.from_zero(offsets.table + forms, first, size_of::<TensorForm>()));
+        let spare = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
+        let of_digests = |digests| DeviceDigests::new(index, digests, offsets, memory.address(), schedule.span.clone());
+        let digests = plan.digests.as_ref().map(of_digests).transpose()?;
+        let table_at = parts.at(offsets.table) + table_bytes(bindings);
+        let of_targets = |(hash, targets)| DeviceTargets::new(hash, targets, table_at, offsets, memory.address(), rows_at.is_some());
+        let targets = hash.zip(plan.targets()).map(of_targets);
+        let request = Request {
+            mode,
+            payload_checks: plan.digests.as_ref().map_or(PayloadChecks::None, DigestPlan::checks),
+            target_checks: plan.targets().map_or(TargetChecks::None, Targets::checks),
+            has_frames: frames.is_some(),
         };
-        // Payloads with an entry in a payload list are compared before their chunks are written one by one, and frames before
-        // nvCOMP expands them. A payload root alone is compared after all payloads have been hashed, so it stops no chunk.
-        let stops_chunks = mode == Mode::InPlace(InPlace::ChunkByChunk) && digest_plan.is_some_and(|plan| plan.list.is_none());
-        let taken = (|| {
-            if let Some(digests) = digests.as_mut().filter(|_| !stops_chunks && frames.is_none()) {
-                digests.beside = Some(device.pools.urgent_stream(&cx)?);
-            }
-            let has_batches = plan.targets().is_some_and(|targets| targets.batches.len() > 1);
-            if let Some(targets) = targets.as_mut().filter(|_| has_batches) {
-                targets.beside = Some(device.pools.stream(&cx)?);
-            }
-            Ok(())
-        })();
-        if let Err(e) = taken {
-            sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
-            let beside = digests.as_mut().and_then(|digests| digests.beside.take());
-            beside.into_iter().for_each(|stream| device.pools.take_back_urgent(&cx, stream));
-            return Err(e);
-        }
-        drop(cx);
-        let ApplyPlan { ref index, ref bindings, compared, .. } = plan;
-        let (index, bindings) = (index.clone(), bindings.clone());
+        let program = Program::new(request, &schedule.slices, Origin::from(&plan.payloads), Variation::Whole);
+        let streams = Streams::take(device, &cx, &program)?;
+        let (order, statuses, flag) = (parts.at(offsets.order), parts.at(offsets.statuses), parts.at(offsets.flag));
+        let (index, bindings, own_status_words) = (index.clone(), bindings.clone(), offsets.status_words);
         let (schedule, target_plan) = plan.into_schedule_and_targets();
-        let last_launch = Mutex::new(LastLaunch { spare: staging, ..LastLaunch::default() });
-        Ok(Self {
+        let data = Self {
+            streams,
+            request,
             index,
             mode,
             schedule,
@@ -219,7 +238,7 @@ impl LaunchData {
             target_plan,
             host_list,
             compared,
-            _memory: memory,
+            _memory: parts.memory,
             in_caller_memory,
             tensors,
             rows,
@@ -227,20 +246,18 @@ impl LaunchData {
             order,
             records,
             statuses,
-            own_status_words: offsets.status_words,
+            own_status_words,
             flag,
-            sides,
             copied,
             was_reset,
-            last_launch,
-        })
+            last_launch: Mutex::new(LastLaunch { spare, ..LastLaunch::default() }),
+        };
+        Ok((data, program))
     }
 
-    /// Returns all streams of this application beside that of the caller.
-    pub fn streams(&self) -> impl Iterator<Item = &OwnStream> {
-        let of_digests = self.digests.as_ref().and_then(|digests| digests.beside.as_ref());
-        let of_targets = self.targets.as_ref().and_then(|targets| targets.beside.as_ref());
-        self.sides.iter().chain(of_digests).chain(of_targets)
+    /// Returns the program of a launch with these payloads.
+    pub fn program(&self, payloads: &Payloads<'_>, variation: Variation) -> Program {
+        Program::new(self.request, &self.schedule.slices, Origin::from(payloads), variation)
     }
 
     /// Returns the size of the status words on the host, in bytes: the words of the decoding kernels, of payload digests, of
@@ -298,20 +315,5 @@ impl LaunchData {
     pub fn reset_statuses(&self, cx: &EnterGuard<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: as in `reset`.
         unsafe { copies::fill(cx, self.statuses, STATUS_NOT_RUN, self.own_status_words, stream) }
-    }
-}
-
-impl Drop for LaunchData {
-    fn drop(&mut self) {
-        let device = &self.index.device().inner;
-        if let Ok(cx) = device.context.enter() {
-            self.sides.drain(..).for_each(|side| device.pools.take_back(&cx, side));
-            if let Some(beside) = self.digests.as_mut().and_then(|digests| digests.beside.take()) {
-                device.pools.take_back_urgent(&cx, beside);
-            }
-            if let Some(beside) = self.targets.as_mut().and_then(|targets| targets.beside.take()) {
-                device.pools.take_back(&cx, beside);
-            }
-        }
     }
 }

@@ -5,7 +5,7 @@ use crate::abi::{DeviceTensor, TensorRows};
 use crate::hashes::{HashLaunch, HashSlice};
 use crate::plan::Offsets;
 use crate::plan::targets::{Batch, Targets};
-use crate::runtime::driver::{EnterGuard, Kernel, OwnStream, RawStream};
+use crate::runtime::driver::{EnterGuard, Kernel, RawStream};
 use tpde_core::error::Result;
 
 /// The addresses of what is hashed and compared.
@@ -18,8 +18,6 @@ pub(super) struct DeviceTargets {
     /// 0 if no tensor is strided.
     rows: u64,
     pub scratch: u64,
-    /// Stream that hashes batches while the next ones are rebuilt. `None` if one stream does both in turn.
-    pub beside: Option<OwnStream>,
 }
 
 /// The tensor table of a launch: addresses that element 0 would have.
@@ -49,7 +47,6 @@ impl DeviceTargets {
             tensors: table,
             rows: if is_strided { table + rows } else { 0 },
             scratch: at_zero + offsets.target_scratch,
-            beside: None,
         }
     }
 

@@ -1,5 +1,6 @@
 //! Payload digests of an application: the distribution of leaves to the warps of `tpde_digests`.
 
+use super::program::PayloadChecks;
 use super::schedule::{Group, Schedule};
 use crate::index::{DeviceIndex, PayloadDigestSource};
 use std::ops::Range;
@@ -88,6 +89,11 @@ impl DigestPlan {
         }
         plan.warps.push(plan.pieces.len() as u32);
         Some(plan)
+    }
+
+    /// Returns what the device compares.
+    pub fn checks(&self) -> PayloadChecks {
+        if self.list.is_some() { PayloadChecks::Root } else { PayloadChecks::Each }
     }
 
     /// Adds a payload of `bytes` bytes, which must not be 0.

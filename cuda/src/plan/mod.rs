@@ -3,12 +3,14 @@
 pub(super) mod binding;
 pub(super) mod digests;
 pub(super) mod payloads;
+pub(super) mod program;
 pub(super) mod schedule;
 pub(super) mod targets;
 
 use self::binding::Binding;
 use self::digests::{DigestPiece, DigestPlan};
 use self::payloads::{Mode, Payloads};
+use self::program::SIDES;
 use self::schedule::Schedule;
 use self::targets::Targets;
 use super::abi::{self, DeviceTensor, TensorForm, TensorRows};
@@ -25,9 +27,6 @@ use tpde_core::codec::Codec;
 use tpde_core::error::{Error, Result};
 use tpde_core::format::{ChunkMetadata, PAYLOAD_ALIGN};
 use zerocopy::IntoBytes;
-
-/// Maximum number of slices that are decoded concurrently. Each has a side stream.
-pub(super) const SIDES: usize = 8;
 
 /// Default bound of scratch memory in bytes, and its bound in memory of the caller.
 const MAX_SCRATCH_BYTES: u64 = 1 << 30;

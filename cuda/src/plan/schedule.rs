@@ -3,6 +3,7 @@
 use super::binding::Binding;
 use crate::index::{DeviceIndex, TensorOnDevice};
 use crate::runtime::kernels::{Decoder, Variant};
+use crate::runtime::staging::SLOT_BYTES;
 use std::cmp::Reverse;
 use std::ops::Range;
 use tpde_core::codec::{Codec, raw_size};
@@ -57,8 +58,19 @@ pub(crate) struct Run {
 #[derive(Debug, Clone)]
 pub(crate) struct Slice {
     pub runs: Vec<Run>,
+    pub pieces: Vec<Piece>,
+}
+
+/// Payloads that are contiguous both in the blob and in staging memory: one copy takes them there. A piece of expanded payloads has
+/// about four slots of the ring at most, which bounds host memory.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    pub blob: u64,
+    pub at: u64,
+    pub bytes: u64,
     /// Range of [`Schedule::staged`].
-    pub chunks: Range<usize>,
+    pub staged: Range<usize>,
+    pub is_expanded: bool,
 }
 
 /// All launches of an application.
@@ -222,9 +234,29 @@ impl Schedule {
             self.order.push(chunk);
         }
         if !runs.is_empty() {
-            self.slices.push(Slice { runs, chunks: staged });
+            let pieces = self.pieces(index, staged);
+            self.slices.push(Slice { runs, pieces });
         }
         Ok(())
+    }
+
+    /// Groups payloads into pieces.
+    fn pieces(&self, index: &DeviceIndex, staged: Range<usize>) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (i, staged) in staged.clone().zip(&self.staged[staged]) {
+            let is_expanded = staged.group == Group::Expanded;
+            let blob = index.uploaded.records[staged.chunk as usize].blob_offset.get();
+            if let Some(piece) = pieces.last_mut().filter(|piece| piece.is_expanded == is_expanded) {
+                let follows = if is_expanded { piece.bytes < 4 * SLOT_BYTES as u64 } else { piece.blob + piece.bytes == blob };
+                if follows {
+                    piece.bytes += staged.padded_len();
+                    piece.staged.end = i + 1;
+                    continue;
+                }
+            }
+            pieces.push(Piece { blob, at: staged.at, bytes: staged.padded_len(), staged: i..i + 1, is_expanded });
+        }
+        pieces
     }
 }
 

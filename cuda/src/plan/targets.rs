@@ -2,8 +2,8 @@
 
 use super::binding::Binding;
 use super::payloads::Mode;
+use super::program::TargetChecks;
 use super::schedule::{Run, Schedule};
-
 use crate::abi::{DeviceTensor, TensorRows};
 use crate::hashes::{HashPlan, HashRange, HashSlice, PIECE};
 use crate::index::DeviceIndex;
@@ -91,6 +91,11 @@ impl Targets {
             targets.stored = Some(targets.plan.slice_after(None));
         }
         Ok(targets)
+    }
+
+    /// Returns where the targets are compared.
+    pub fn checks(&self) -> TargetChecks {
+        if self.stored.is_some() { TargetChecks::Stored } else { TargetChecks::Batches(self.batches.len()) }
     }
 
     /// Divides the chunks into batches. A batch has consecutive chunks of each of its tensors. The scratch memory has two slots, and
