@@ -196,7 +196,7 @@ impl<'a> ApplyChain<'a> {
     fn poisoned(&self, tensors: &[Binding], groups: &[Group<'_>], source: Error) -> Error {
         let Some(last) = self.steps.last() else { return source };
         let chunks_of = |tensors: &[Binding]| -> Vec<u32> {
-            tensors.iter().filter_map(|one| last.index.tensor(one.tensor).ok()).flat_map(|tensor| tensor.chunks()).collect()
+            tensors.iter().filter_map(|one| Some(one.chunks(last.index.tensor(one.tensor).ok()?))).flatten().collect()
         };
         let written = groups.iter().filter_map(|group| TensorSlice::in_place(&last.index, group.held).ok());
         let mut written: Vec<u32> = written.flat_map(|tensors| chunks_of(&tensors)).collect();

@@ -2,11 +2,12 @@
 
 use super::derived::SourceTensor;
 use super::index::{DeviceIndex, TensorOnDevice};
-use super::plan::binding::Binding;
+use super::plan::binding::{Binding, Extension, Portion};
 use super::rows::Rows;
 use super::runtime::memory::DeviceSlice;
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use tpde::internals::View;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
@@ -20,8 +21,10 @@ use tpde_core::rectangle::{Rectangle, first_gap, part_fault};
 /// The elements of the rectangle are in row-major order. A *row* is the elements of the rectangle along the last dimension. Rows
 /// follow each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
 ///
-/// A device decodes whole entries of a pair. So a slice is one entry, or several parts tile it. The rows of each entry must be at
-/// one distance: an entry that has only some indexes of two or more inner dimensions of the slice is refused.
+/// A device decodes whole chunks, as [`Apply::in_place_slices`](tpde::Apply::in_place_slices) does. A slice may have some chunks of an
+/// entry whose base has its dtype and shape, or that has no base; then the digests of the entry are not compared. One slice has them
+/// all. Other entries must be whole. The rows of each entry must be at one distance: an entry that has only some indexes of two or more
+/// inner dimensions of the slice is refused.
 ///
 /// ```no_run
 /// use tpde_cuda::{ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};
@@ -71,7 +74,7 @@ impl<'a> TensorSlice<'a> {
     /// # Errors
     /// - [`Error::InvalidArgument`] if the pair lacks a tensor, if a slice is not within its tensor, or if its memory has another
     ///   size; [`Error::Incomplete`] if the pair lacks elements of a slice.
-    /// - [`Error::NotHeld`] if a slice has only some elements of a part. The reason names the part with which the pair would fit.
+    /// - [`Error::NotHeld`] if a slice has only some elements of a chunk. The reason names the part with which the pair would fit.
     pub fn in_place(index: &DeviceIndex, slices: &[Self]) -> Result<Vec<Binding>> {
         bind(index, slices, None)
     }
@@ -82,7 +85,7 @@ impl<'a> TensorSlice<'a> {
     ///
     /// # Errors
     /// As [`TensorSlice::in_place`]; [`Error::InvalidArgument`] if the base lacks a tensor, and [`Error::NotHeld`] if it lacks
-    /// elements of a part.
+    /// elements of a chunk.
     pub fn out_of_place(index: &DeviceIndex, slices: &[Self], base: &[Self]) -> Result<Vec<Binding>> {
         bind(index, slices, Some(base))
     }
@@ -134,6 +137,36 @@ impl<'a> TensorSlice<'a> {
         };
         Ok((self.memory.slice(all.start(), all.end() - all.start())?, rows))
     }
+
+    /// Extends the memory of elements `common` of an entry to all of the entry. The slice was checked, and has these elements.
+    fn extension(&self, tensor: &TensorOnDevice, common: &Rectangle) -> Result<Extension> {
+        let (entry, bits) = (&tensor.rectangle, tensor.dtype.bits());
+        // Strides of a dimension in the entry and in the memory, and the first common element in both, in bits.
+        let (mut in_entry, mut in_memory) = (bits, bits);
+        let (mut first, mut at) = (0, 0);
+        let mut rows: Option<(u64, u64)> = None;
+        let mut fits = true;
+        for (dim, &extent) in common.extent.iter().enumerate().rev() {
+            first += (common.origin[dim] - entry.origin[dim]) * in_entry;
+            at += (common.origin[dim] - self.rectangle.origin[dim]) * in_memory;
+            match rows {
+                _ if extent == 1 => {}
+                None if in_entry == in_memory => {}
+                None => rows = Some((in_entry, in_memory)),
+                Some((row, pitch)) => fits &= u128::from(in_memory) * u128::from(row) == u128::from(in_entry) * u128::from(pitch),
+            }
+            in_entry = in_entry.saturating_mul(entry.extent[dim]);
+            let pitch = self.pitch.filter(|_| dim + 1 == common.extent.len()).map(|pitch| pitch.saturating_mul(8));
+            in_memory = pitch.unwrap_or(in_memory.saturating_mul(self.rectangle.extent[dim]));
+        }
+        let (row, pitch) = rows.unwrap_or((u64::MAX, u64::MAX));
+        if !fits || rows.is_some() && !(row.is_multiple_of(8) && pitch.is_multiple_of(8)) {
+            return Err(not_held(tensor, tensor.device.first_chunk, "with rows at two distances, the slice", self));
+        }
+        let before = (first / row).wrapping_mul(pitch).wrapping_add(first % row) / 8;
+        let start = (self.memory.address() + at / 8).wrapping_sub(before);
+        Ok(Extension { start, rows: rows.map(|(row, pitch)| Rows::new(row / 8, pitch / 8)) })
+    }
 }
 
 fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSlice<'_>]>) -> Result<Vec<Binding>> {
@@ -159,7 +192,15 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
             let tensor = index.tensor(i)?;
             match slice.rectangle.intersection(&tensor.rectangle) {
                 None => continue,
-                Some(common) if common != tensor.rectangle => return Err(not_held(tensor, "the slice", slice)),
+                Some(common) if common != tensor.rectangle => {
+                    let binding = bind_portion(i, tensor, &common, slice, base.map(|_| &bases))?;
+                    if bindings.iter().any(|other: &Binding| other.tensor == i) {
+                        let first = tensor.device.first_chunk;
+                        return Err(not_held(tensor, first, "each of several slices", slice));
+                    }
+                    bindings.push(binding);
+                    continue;
+                }
                 Some(_) => {}
             }
             let (output, output_rows) = slice.memory_of(tensor.dtype, &tensor.rectangle)?;
@@ -199,6 +240,65 @@ fn bind_whole(
     Some(Binding::out_of_place(entry, source, slice.memory.clone()))
 }
 
+/// Binds the chunks of an entry that a slice has, which are the elements `common`.
+fn bind_portion(
+    entry: usize,
+    tensor: &TensorOnDevice,
+    common: &Rectangle,
+    slice: &TensorSlice<'_>,
+    bases: Option<&HashMap<&str, Vec<&TensorSlice<'_>>>>,
+) -> Result<Binding> {
+    let chunks = whole_chunks(tensor, common).map_err(|chunk| not_held(tensor, chunk, "the slice", slice))?;
+    let (output, output_rows) = slice.memory_of(tensor.dtype, common)?;
+    let mut portion = Portion { chunks, output: slice.extension(tensor, common)?, base: None };
+    let mut binding = Binding { output_rows, ..Binding::in_place(entry, output) };
+    if let Some(bases) = bases.filter(|_| tensor.base_kind != BaseKind::None && tensor.base_bytes > 0) {
+        let SourceTensor { dtype, shape, .. } = plain_base(tensor);
+        let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(&tensor.base_name)));
+        let mut found = None;
+        for base in bases.get(tensor.base_name.as_str()).ok_or_else(missing)? {
+            base.check(dtype, &shape)?;
+            if base.rectangle.intersection(common).is_some_and(|held| held == *common) {
+                found = Some(*base);
+                break;
+            }
+        }
+        let base = found
+            .filter(|_| tensor.base_kind == BaseKind::Same)
+            .ok_or_else(|| not_held(tensor, tensor.device.first_chunk, "the base", slice))?;
+        let (memory, rows) = base.memory_of(dtype, common)?;
+        (binding.base, binding.base_rows) = (Some(memory), rows);
+        portion.base = Some(base.extension(tensor, common)?);
+    }
+    Ok(Binding { portion: Some(portion), ..binding })
+}
+
+/// Returns the chunks of an entry that consist of the elements `common` of it.
+///
+/// # Errors
+/// The first chunk that has other elements too.
+fn whole_chunks(tensor: &TensorOnDevice, common: &Rectangle) -> Result<Vec<Range<u32>>, u32> {
+    let entry = &tensor.rectangle;
+    let origin: Vec<u64> = common.origin.iter().zip(&entry.origin).map(|(at, first)| at - first).collect();
+    let layout = StridedLayout::of_rectangle(tensor.dtype.bits(), &entry.extent, None, &origin, &common.extent);
+    let chunk_bytes = 1u64 << (tensor.device.chunk_lanes_log2 + tensor.device.lane_log2);
+    let mut chunks: Vec<Range<u32>> = Vec::new();
+    layout.try_each(0, layout.bytes() as usize, |at, range| {
+        let end = at + range.len() as u64;
+        let is_whole = |byte: u64| byte.is_multiple_of(chunk_bytes) || byte == tensor.bytes;
+        if let Some(cut) = [at, end].into_iter().find(|&byte| !is_whole(byte)) {
+            return Err(tensor.device.first_chunk + (cut / chunk_bytes) as u32);
+        }
+        let chunk = |byte: u64| tensor.device.first_chunk + byte.div_ceil(chunk_bytes) as u32;
+        match chunks.last_mut().filter(|last| last.end == chunk(at)) {
+            Some(last) => last.end = chunk(end),
+            None => chunks.push(chunk(at)..chunk(end)),
+        }
+        Ok(())
+    })?;
+    Ok(chunks)
+}
+
 /// Returns the elements of a base that is not derived.
 fn plain_base(tensor: &TensorOnDevice) -> SourceTensor {
     let shape = tensor.base_shape.clone().unwrap_or_default();
@@ -222,16 +322,16 @@ fn source_of(
             return slice.memory_of(*dtype, rectangle);
         }
     }
-    Err(not_held(tensor, "the base", output))
+    Err(not_held(tensor, tensor.device.first_chunk, "the base", output))
 }
 
 /// The error for an entry of which `what` lacks elements.
-fn not_held(tensor: &TensorOnDevice, what: &str, slice: &TensorSlice<'_>) -> Error {
+fn not_held(tensor: &TensorOnDevice, chunk: u32, what: &str, slice: &TensorSlice<'_>) -> Error {
     Error::NotHeld {
         tensor: tensor.name.clone(),
-        chunk: tensor.device.first_chunk,
+        chunk,
         reason: format!(
-            "{what} lacks some of {}, and a device decodes whole parts. A pair fits in which the tensor is cut at the part {}",
+            "{what} lacks some of {}, and a device decodes whole chunks. A pair fits in which the tensor is cut at the part {}",
             tensor.rectangle, slice.rectangle
         ),
     }
@@ -240,7 +340,10 @@ fn not_held(tensor: &TensorOnDevice, what: &str, slice: &TensorSlice<'_>) -> Err
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::abi::DeviceTensor;
     use proptest::prelude::*;
+    use tpde_core::codec::Codec;
+    use tpde_core::format::TensorDigests;
 
     /// A shape; and for each dimension the range of a slice, and a range within it.
     fn slices() -> impl Strategy<Value = (Vec<u64>, Rectangle, Rectangle)> {
@@ -262,6 +365,80 @@ mod tests {
             }
             (shape, slice, part)
         })
+    }
+
+    /// An entry of a tensor of this shape.
+    fn entry(shape: &[u64], rectangle: Rectangle, chunk_lanes_log2: u8) -> TensorOnDevice {
+        let bytes = 2 * rectangle.elements();
+        let device = DeviceTensor { first_chunk: 7, lane_log2: 1, chunk_lanes_log2, ..DeviceTensor::default() };
+        TensorOnDevice {
+            name: "t".into(),
+            base_name: "t".into(),
+            dtype: Dtype::Bf16,
+            whole_shape: shape.to_vec(),
+            rectangle,
+            base_shape: Some(shape.to_vec()),
+            base_kind: BaseKind::Same,
+            codec: Codec::Raw,
+            bytes,
+            base_bytes: bytes,
+            chunk_count: (bytes / 2).div_ceil(1 << chunk_lanes_log2) as u32,
+            digests: TensorDigests::default(),
+            derived: None,
+            device,
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 5000, ..ProptestConfig::default() })]
+        /// The chunks of an entry that a slice has, and where memory of the slice, extended to the entry, has each of their bytes.
+        #[test]
+        fn some_chunks_of_an_entry_are_where_the_slice_has_them(
+            (shape, rectangle, part) in slices(), gap in 0u64..3, chunk_log2 in 0u8..6, swaps: bool,
+        ) {
+            // The slice is within the entry, or has some of the elements of a part of it.
+            let (shape, slice, of_entry) = if swaps { (shape, part, rectangle) } else { (shape, rectangle, part) };
+            let Some(common) = slice.intersection(&of_entry) else { return Ok(()) };
+            let tensor = entry(&shape, of_entry.clone(), chunk_log2);
+            let width = slice.extent.last().unwrap() * 2;
+            let rows: u64 = slice.extent.iter().rev().skip(1).product();
+            let pitch = (gap > 0).then_some(width + 2 * gap);
+            let size = (rows - 1) * pitch.unwrap_or(width) + width;
+            // SAFETY: nothing is done with the memory.
+            let memory = unsafe { DeviceSlice::from_raw(1 << 40, size) };
+            let one = TensorSlice { name: "t", rectangle: slice.clone(), memory, pitch };
+
+            let placement = View::new(("t", Dtype::Bf16, &shape), slice, pitch, size, ()).unwrap().placement(&of_entry).unwrap();
+            let chunk_bytes = 2u64 << chunk_log2;
+            let held = |chunk: u64| placement.count(chunk * chunk_bytes, chunk_bytes.min(tensor.bytes - chunk * chunk_bytes) as usize);
+            let size_of = |chunk: u64| chunk_bytes.min(tensor.bytes - chunk * chunk_bytes) as usize;
+            let chunks = 0..u64::from(tensor.chunk_count);
+            let expected: Vec<u64> = chunks.clone().filter(|&chunk| held(chunk) > 0).collect();
+            let cut = expected.iter().find(|&&chunk| held(chunk) < size_of(chunk));
+            match whole_chunks(&tensor, &common) {
+                Err(chunk) => prop_assert_eq!(cut, Some(&(u64::from(chunk) - 7))),
+                Ok(found) => {
+                    prop_assert_eq!(cut, None);
+                    let found: Vec<_> = found.into_iter().flatten().map(|chunk| u64::from(chunk) - 7).collect();
+                    prop_assert_eq!(&found, &expected);
+                    // Rows at two distances are refused, of three dimensions or more.
+                    let Ok(Extension { start, rows }) = one.extension(&tensor, &common) else {
+                        prop_assert!(shape.len() > 2);
+                        return Ok(());
+                    };
+                    let (row, pitch) = rows.map_or((u64::MAX, 0), |rows| (rows.bytes, rows.pitch));
+                    for chunk in found {
+                        let at = chunk * chunk_bytes;
+                        placement.try_each(at, size_of(chunk), |place, range| {
+                            for (n, byte) in (0u64..).zip(range.clone().map(|byte| at + byte as u64)) {
+                                assert_eq!(start.wrapping_add(byte / row * pitch).wrapping_add(byte % row), (1 << 40) + place as u64 + n);
+                            }
+                            Ok::<_, Error>(())
+                        }).unwrap();
+                    }
+                }
+            }
+        }
     }
 
     proptest! {

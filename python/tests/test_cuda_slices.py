@@ -191,7 +191,7 @@ class TestSlices:
 
         q, o = held["qkv"][:128], held["wide"][:, 10:138]
         error = refuse(
-            [tpde.Slice("q", np.s_[130:230], q[:100])], tpde.NotHeld, "a device decodes whole parts. A pair fits in which"
+            [tpde.Slice("q", np.s_[130:230], q[:100])], tpde.NotHeld, "a device decodes whole chunks. A pair fits in which"
         )
         assert error.tensor == "q" and isinstance(error.chunk, int)
         other = [tpde.Slice("q", np.s_[:128], to_device(torch.zeros(128, 96)))]

@@ -223,8 +223,7 @@ def apply_slices_(
     ``encode(split=...)``, gives each rank its own chunks. A parameter that is fused of several tensors is several slices, each with
     a view of the parameter. Autograd is informed, as by :func:`apply_`.
 
-    On a CUDA device, one launch changes all slices, on the current stream. A device decodes whole parts, so each part of which a
-    slice has elements must be within that slice.
+    On a CUDA device, one launch changes all slices, on the current stream. A device takes the chunks of a part from one slice.
 
     Args:
         slices: The slices, on the CPU or all on one CUDA device. No element belongs to two of them, but their rows may interleave,
@@ -245,8 +244,8 @@ def apply_slices_(
 
     Raises:
         Invalid, WrongBase, SystemRefused: As their names say. Nothing was written.
-        NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, a slice or the base has
-            only some elements of a part. Encode the pair with these slices as parts. Nothing was written.
+        NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, also if several slices
+            have chunks of one part. Encode the pair with these slices as parts. Nothing was written.
         NotHeld (incomplete): The pair lacks elements of a slice. Nothing was written.
         InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is
             read-only, or shares memory with another one; or a CUDA graph is being captured. Nothing was written.

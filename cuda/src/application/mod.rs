@@ -82,7 +82,8 @@ impl<'a> Application<'a> {
     }
 
     /// Binds the same tensors to other memory, for later launches. Returns false and changes nothing if the set of tensors that
-    /// share memory differs, or if a tensor needs other kernels: it has gaps between rows that had none before, or the reverse.
+    /// share memory differs, or if a tensor needs other kernels or has other chunks: it has gaps between rows that had none before, or
+    /// the reverse, or its slice is another one.
     /// That requires a new application.
     ///
     /// # Errors
@@ -94,7 +95,9 @@ impl<'a> Application<'a> {
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
         let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
-        let kernels_of = |bindings: &[Binding]| bindings.iter().map(|one| (one.tensor, one.variant)).collect::<Vec<_>>();
+        let chunks_of = |one: &Binding| one.portion.as_ref().map(|portion| portion.chunks.clone());
+        let kernels_of =
+            |bindings: &[Binding]| bindings.iter().map(|one| (one.tensor, one.variant, chunks_of(one))).collect::<Vec<_>>();
         if kernels_of(&bindings) != kernels_of(&prepared.bindings) {
             return Ok(false);
         }
@@ -274,10 +277,7 @@ impl<'a> Application<'a> {
         let program = &prepared.program(&self.payloads, Variation::Serial);
         let (statuses, payloads) = (prepared.statuses, &self.payloads);
         let launcher = Launcher { prepared, program, payloads, cx: &cx, stream: raw, staging: staging_at, statuses, words: &words };
-        let queued = prepared
-            .reset_statuses(&cx, raw)
-            .and_then(|()| launcher.run())
-            .and_then(|_| prepared.reset(&cx, raw));
+        let queued = prepared.reset_statuses(&cx, raw).and_then(|()| launcher.run()).and_then(|_| prepared.reset(&cx, raw));
         let captured = Captured::new(prepared.clone(), words, staging, self.pinned_payloads());
         match queued {
             Ok(_) => Ok(captured),

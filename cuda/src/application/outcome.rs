@@ -117,8 +117,8 @@ fn statuses<'a>(prepared: &'a LaunchData, words: &'a PinnedBuffer) -> impl Itera
 
 /// Returns all chunks with the status words of the kernels that decode them. Digests of payloads are left out.
 fn decoded<'a>(prepared: &'a LaunchData, words: &'a PinnedBuffer) -> impl Iterator<Item = (u32, u32)> + 'a {
-    let tensors = prepared.bindings.iter().filter_map(|binding| prepared.index.tensor(binding.tensor).ok());
-    let chunks = tensors.flat_map(|tensor| tensor.chunks());
+    let bound = prepared.bindings.iter().filter_map(|binding| Some((binding, prepared.index.tensor(binding.tensor).ok()?)));
+    let chunks = bound.flat_map(|(binding, tensor)| binding.chunks(tensor));
     let span = &prepared.schedule.span;
     chunks.map(move |chunk| {
         let at = (chunk - span.start) as usize;
@@ -206,9 +206,9 @@ fn check_statuses(prepared: &LaunchData, words: &PinnedBuffer, host_error: Optio
 /// Returns the error of the first target that does not have its digest.
 fn target_error(prepared: &LaunchData, words: &PinnedBuffer) -> Result<Option<Error>> {
     let first = prepared.target_statuses();
-    let mut targets = prepared.bindings.iter().zip(first..prepared.own_status_words);
-    let Some((binding, at)) = targets.find(|&(_, at)| words.word(at) != STATUS_OK) else { return Ok(None) };
-    let tensor = prepared.index.tensor(binding.tensor)?;
+    let entries = prepared.target_plan.iter().flat_map(|targets| &targets.entries);
+    let Some((&entry, at)) = entries.zip(first..).find(|&(_, at)| words.word(at) != STATUS_OK) else { return Ok(None) };
+    let tensor = prepared.index.tensor(entry)?;
     Ok(Some(match words.word(at) {
         DIFFERS => {
             let expected = hex(&tensor.digests.target_digest);

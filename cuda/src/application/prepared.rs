@@ -120,7 +120,7 @@ impl Parts {
 
     /// Returns the address that element 0 of an array would have. Kernels use chunk and tensor indexes of the whole pair, and only
     /// a span of each array is allocated.
-    fn from_zero(&self, offset: u64, first: usize, bytes: usize) -> u64 {
+    fn element_0(&self, offset: u64, first: usize, bytes: usize) -> u64 {
         self.at(offset).wrapping_sub((first * bytes) as u64)
     }
 
@@ -201,17 +201,18 @@ impl LaunchData {
         let (first, offsets, memory) = (tensor_range(bindings).start, &parts.offsets, &parts.memory);
         let records = match schedule.records.is_empty() {
             true => index.uploaded.chunks(),
-            false => parts.from_zero(offsets.records, schedule.span.start as usize, size_of::<ChunkMetadata>()),
+            false => parts.element_0(offsets.records, schedule.span.start as usize, size_of::<ChunkMetadata>()),
         };
-        let tensors = parts.from_zero(offsets.table, first, size_of::<DeviceTensor>());
+        let tensors = parts.element_0(offsets.table, first, size_of::<DeviceTensor>());
         let (rows_at, forms_at, _) = table_offsets(bindings);
-        let rows = rows_at.map_or(0, |rows| parts.from_zero(offsets.table + rows, first, size_of::<TensorRows>()));
-        let forms = forms_at.map_or(0, |forms| parts.from_zero(offsets.table + forms, first, size_of::<TensorForm>()));
+        let rows = rows_at.map_or(0, |rows| parts.element_0(offsets.table + rows, first, size_of::<TensorRows>()));
+        let forms = forms_at.map_or(0, |forms| parts.element_0(offsets.table + forms, first, size_of::<TensorForm>()));
         let spare = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
         let of_digests = |digests| DeviceDigests::new(index, digests, offsets, memory.address(), schedule.span.clone());
         let digests = plan.digests.as_ref().map(of_digests).transpose()?;
         let table_at = parts.at(offsets.table) + table_bytes(bindings);
-        let of_targets = |(hash, targets)| DeviceTargets::new(hash, targets, table_at, offsets, memory.address(), rows_at.is_some());
+        let of_targets =
+            |(hash, targets)| DeviceTargets::new(hash, targets, table_at, offsets, memory.address(), rows_at.is_some());
         let targets = hash.zip(plan.targets()).map(of_targets);
         let request = Request {
             mode,

@@ -5,6 +5,7 @@ use crate::index::{TensorOnDevice, tensor_at};
 use crate::rows::Rows;
 use crate::runtime::kernels::Variant;
 use crate::runtime::memory::DeviceSlice;
+use std::ops::Range;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::layout::{StridedLayout, first_shared, relation};
@@ -35,13 +36,42 @@ pub struct Binding {
     pub formed: bool,
     /// The kernels for the tensor. Set by [`check`].
     pub(crate) variant: Variant,
+    /// The chunks to decode, if the memory lacks others. Set by [`TensorSlice`](crate::TensorSlice).
+    pub(crate) portion: Option<Portion>,
+}
+
+/// Some chunks of an entry, in memory that has these chunks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Portion {
+    /// Ranges of chunks in the index map, ascending.
+    pub chunks: Vec<Range<u32>>,
+    pub output: Extension,
+    pub base: Option<Extension>,
+}
+
+/// Memory of some lanes of an entry, extended to all lanes: where the entry would begin, modulo 2^64, and its rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Extension {
+    pub start: u64,
+    pub rows: Option<Rows>,
 }
 
 impl Binding {
     /// Binds a tensor that is rebuilt from `base` in `output`.
     pub fn out_of_place(tensor: usize, base: Option<DeviceSlice>, output: DeviceSlice) -> Self {
         let (base_rows, output_rows, scales, scales_rows) = (None, None, None, None);
-        Self { tensor, base, output, base_rows, output_rows, scales, scales_rows, formed: false, variant: Variant::Plain }
+        Self {
+            tensor,
+            base,
+            output,
+            base_rows,
+            output_rows,
+            scales,
+            scales_rows,
+            formed: false,
+            variant: Variant::Plain,
+            portion: None,
+        }
     }
 
     /// Binds a tensor that is changed in place.
@@ -86,6 +116,24 @@ impl Binding {
             }
     }
 
+    /// The chunks to decode, which are all of the entry or some.
+    pub(crate) fn chunks(&self, tensor: &TensorOnDevice) -> impl Iterator<Item = u32> + Clone {
+        let ranges = self.portion.as_ref().map_or_else(|| vec![tensor.chunks()], |portion| portion.chunks.clone());
+        ranges.into_iter().flatten()
+    }
+
+    /// Where the lanes of the entry are written, and its rows.
+    pub(crate) fn output_at(&self) -> Extension {
+        let whole = Extension { start: self.output.address(), rows: self.output_rows };
+        self.portion.as_ref().map_or(whole, |portion| portion.output)
+    }
+
+    /// Where the lanes of the base are read out of place, and their rows.
+    pub(crate) fn base_at(&self) -> Extension {
+        let whole = Extension { start: self.base.as_ref().map_or(0, DeviceSlice::address), rows: self.base_rows };
+        self.portion.as_ref().and_then(|portion| portion.base).unwrap_or(whole)
+    }
+
     /// The memory that is read out of place, with its rows.
     fn sources(&self) -> impl Iterator<Item = (&DeviceSlice, Option<Rows>)> {
         let base = self.base.iter().map(|base| (base, self.base_rows));
@@ -128,7 +176,7 @@ pub(crate) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], in_place: 
         let (tensor, other) = (tensor_at(tensors, binding.tensor)?, tensor_at(tensors, before.tensor)?);
         let is_equal = tensor.digests == other.digests && tensor.device.dtype == other.device.dtype;
         let is_same = binding.tensor == before.tensor || is_equal && tensor.base_kind == other.base_kind;
-        if !is_same || memory_of(binding) != memory_of(before) {
+        if !is_same || memory_of(binding) != memory_of(before) || binding.portion != before.portion {
             return Err(overlapping([first, i]));
         }
     }
@@ -150,6 +198,18 @@ pub(crate) fn check(tensors: &[TensorOnDevice], bindings: &[Binding], in_place: 
 fn memory_of(binding: &Binding) -> Vec<(u64, u64, Option<Rows>)> {
     let all = std::iter::once((&binding.output, binding.output_rows)).chain(binding.sources());
     all.map(|(slice, rows)| (slice.address(), slice.bytes(), rows)).collect()
+}
+
+/// Checks the alignment of memory that was cut from slices.
+fn check_portion(name: &Escaped<'_>, extension: Extension, lane: u64) -> Result<()> {
+    let Extension { start, rows } = extension;
+    if start.is_multiple_of(lane) && rows.is_none_or(|rows| rows.pitch.is_multiple_of(lane)) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "the memory of tensor {name} would begin at {start:#x}, with rows {:?} bytes apart: expected multiples of {lane}",
+        rows.map(|rows| rows.pitch)
+    )))
 }
 
 /// Checks memory for `bytes` bytes of lanes of `lane` bytes, and removes rows without gaps between them.
@@ -189,7 +249,16 @@ fn check_memory(
 fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool) -> Result<()> {
     let name = Escaped(&tensor.name);
     let lane = 1 << tensor.device.lane_log2;
-    check_memory(&name, "the memory", &binding.output, &mut binding.output_rows, (tensor.bytes, lane))?;
+    let plain_or_strided = |binding: &Binding| {
+        let rows = [binding.output_at().rows, binding.base_at().rows];
+        if rows.iter().any(Option::is_some) { Variant::Strided } else { Variant::Plain }
+    };
+    if let Some(portion) = &binding.portion {
+        // The lengths are those of slices, which were checked.
+        [Some(portion.output), portion.base].into_iter().flatten().try_for_each(|one| check_portion(&name, one, lane))?;
+    } else {
+        check_memory(&name, "the memory", &binding.output, &mut binding.output_rows, (tensor.bytes, lane))?;
+    }
     let derived = tensor.derived.as_ref().filter(|_| !binding.formed && !in_place && tensor.base_bytes > 0);
     let scales = derived.and_then(|derived| derived.scales.as_ref());
     if scales.is_none() {
@@ -202,13 +271,17 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
         binding.base_rows = None;
         let reason = match tensor.base_kind {
             BaseKind::None | BaseKind::Same => {
-                binding.variant = if binding.output_rows.is_some() { Variant::Strided } else { Variant::Plain };
+                binding.variant = plain_or_strided(binding);
                 return Ok(());
             }
             BaseKind::Prefix => "changes its number of rows",
             BaseKind::Cast | BaseKind::Dequantised => "has a base of another dtype",
         };
         return Err(Error::InvalidArgument(format!("tensor {name} {reason}, which cannot be done in place")));
+    }
+    if binding.portion.is_some() {
+        binding.variant = plain_or_strided(binding);
+        return Ok(());
     }
     match (&binding.base, tensor.base_kind) {
         (_, BaseKind::None) => binding.base_rows = None,
@@ -229,11 +302,7 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
         let bytes = (scales.bytes(), scales.dtype.lane_bytes() as u64);
         check_memory(&name, "the memory of scales", memory, &mut binding.scales_rows, bytes)?;
     }
-    binding.variant = match (derived, binding.base_rows, binding.output_rows) {
-        (Some(_), ..) => Variant::Derived,
-        (None, None, None) => Variant::Plain,
-        _ => Variant::Strided,
-    };
+    binding.variant = if derived.is_some() { Variant::Derived } else { plain_or_strided(binding) };
     Ok(())
 }
 

@@ -37,8 +37,8 @@ pub(crate) struct DigestPlan {
     pub slices: Vec<Range<u32>>,
     /// Size of the payload list in bytes, and the warps that hash it, if the list is formed on the device.
     pub list: Option<(u32, Range<u32>)>,
-    /// Whether the host forms the payload list from the payloads when the application is prepared. It must, if it expands some of
-    /// the payloads and the index has only the root.
+    /// Whether the host forms the payload list from the payloads when the application is prepared. It must, if the index has only
+    /// the root, and the host expands some of the payloads or the device does not read all of them.
     pub is_formed_by_host: bool,
     /// Pieces of the warp that is not yet complete, and the number of its threads in use.
     open: Vec<DigestPiece>,
@@ -47,8 +47,9 @@ pub(crate) struct DigestPlan {
 
 impl DigestPlan {
     /// Plans the digests of a schedule. Returns `None` if the device has none to compare: the index has none, or only the digest
-    /// over all payloads and the application does not read all of them, or the host expands all payloads.
-    pub fn new(index: &DeviceIndex, schedule: &Schedule) -> Option<Self> {
+    /// over all payloads and the application does not read all of them, or the host expands all payloads. If the host `reads_all`
+    /// payloads, it forms the list that the index lacks.
+    pub fn new(index: &DeviceIndex, schedule: &Schedule, reads_all: bool) -> Option<Self> {
         let records = &index.uploaded.records;
         let mut plan = Self::default();
         for slice in &schedule.slices {
@@ -70,10 +71,11 @@ impl DigestPlan {
             PayloadDigestSource::List => {}
             PayloadDigestSource::Root => {
                 let list_bytes = u32::try_from(16 * records.len() as u64).ok()?;
-                if schedule.payload_count(index) != index.uploaded.payload_count as usize {
+                let is_all = schedule.payload_count(index) == index.uploaded.payload_count as usize;
+                if !is_all && !reads_all {
                     return None;
                 }
-                if schedule.has_expanded {
+                if schedule.has_expanded || !is_all {
                     plan.is_formed_by_host = true;
                     plan.warps.push(plan.pieces.len() as u32);
                     return Some(plan);

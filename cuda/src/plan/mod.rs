@@ -88,12 +88,12 @@ impl<'a> ApplyPlan<'a> {
     /// - the blob has another size, or a part of it lacks payloads of these tensors,
     /// - payloads of codec `zstd` are in device memory, and the pair is not trusted.
     pub fn new(index: &DeviceIndex, tensors: &[Binding], mode: Mode, payloads: Payloads<'a>) -> Result<Self> {
-        let (mut chunks, mut bytes) = (0, 0);
+        let (mut chunks, mut bytes) = (0u64, 0u64);
         for binding in tensors {
-            let chunk_range = index.tensor(binding.tensor)?.chunks();
-            chunks += chunk_range.len() as u64;
-            let records = &index.uploaded.records[chunk_range.start as usize..chunk_range.end as usize];
-            bytes += records.iter().map(|record| u64::from(record.compressed_size.get())).sum::<u64>();
+            for chunk in binding.chunks(index.tensor(binding.tensor)?) {
+                chunks += 1;
+                bytes += u64::from(index.uploaded.records[chunk as usize].compressed_size.get());
+            }
         }
         // With many slices decoding starts early. But each slice must fill the device, because a smaller slice takes as long. And
         // its copy must take longer than its launches.
@@ -126,7 +126,7 @@ impl<'a> ApplyPlan<'a> {
         let mut schedule = Schedule::new(index, &bindings, slice_bytes)?;
         for binding in &bindings {
             if let Some(blob) = payloads.blob_of(&index.payloads_of(binding.tensor)?) {
-                schedule.place(index, index.tensor(binding.tensor)?.chunks(), blob);
+                schedule.place(index, binding.chunks(index.tensor(binding.tensor)?), blob);
             }
         }
         let targets = Targets::new(index, &bindings, &schedule, mode)?;
@@ -159,7 +159,10 @@ impl<'a> ApplyPlan<'a> {
     /// application repeatedly, with payloads that stay in device memory, may compare them in the first launch only.
     #[must_use]
     pub fn payload_digests(mut self, compared: bool) -> Self {
-        self.digests = if compared { DigestPlan::new(&self.index, &self.schedule) } else { None };
+        // As on the processor: in place, some chunks of an entry are written after their payloads are known to be those of the pair.
+        let has_portion = self.mode != Mode::OutOfPlace && self.bindings.iter().any(|binding| binding.portion.is_some());
+        let reads_all = has_portion && self.payloads.on_device().is_none();
+        self.digests = if compared { DigestPlan::new(&self.index, &self.schedule, reads_all) } else { None };
         let reads_all = self.schedule.payload_count(&self.index) == self.index.uploaded.payload_count as usize;
         self.compared = match self.index.uploaded.payload_digests {
             PayloadDigestSource::List if compared && reads_all => PayloadDigests::All,
@@ -171,7 +174,8 @@ impl<'a> ApplyPlan<'a> {
     }
 
     /// Sets whether the application compares the targets with their digests in the index, on the device. The default is true. A
-    /// target with another digest is an error like any other. Digests of bases are not compared.
+    /// target with another digest is an error like any other. Digests of bases are not compared, nor those of entries of which
+    /// only some chunks are decoded.
     ///
     /// | mode | compared | cost |
     /// |---|---|---|
@@ -219,7 +223,7 @@ impl<'a> ApplyPlan<'a> {
                 continue;
             }
             let lane_log2 = tensor.device.lane_log2;
-            for chunk in tensor.chunks() {
+            for chunk in binding.chunks(tensor) {
                 let changes = u64::from(self.index.uploaded.records[chunk as usize].num_deltas.get());
                 let lanes = tensor.chunk_lanes(chunk);
                 let base_lanes = tensor.device.base_lanes.saturating_sub(tensor.first_lane(chunk)).min(lanes);
@@ -351,18 +355,15 @@ pub(super) fn tensor_table(index: &DeviceIndex, bindings: &[Binding], mode: Mode
     let mut forms = vec![TensorForm::default(); range.len()];
     for binding in bindings {
         let tensor = index.tensor(binding.tensor)?;
-        let output = binding.output.address();
-        let (base, base_rows) = match mode {
-            Mode::OutOfPlace => (binding.base.as_ref().map_or(0, DeviceSlice::address), binding.base_rows),
-            Mode::InPlace(_) => (output, binding.output_rows),
-        };
+        let output = binding.output_at();
+        let base = if mode == Mode::OutOfPlace { binding.base_at() } else { output };
         let codec = binding.codec(&tensor.device);
-        table[binding.tensor - range.start] = DeviceTensor { base, output, codec, ..tensor.device };
+        table[binding.tensor - range.start] = DeviceTensor { base: base.start, output: output.start, codec, ..tensor.device };
         if let Some(derived) = &tensor.derived {
             let scales = binding.scales.as_ref().map_or(0, DeviceSlice::address);
             forms[binding.tensor - range.start] = derived.form_of(scales, binding.scales_rows);
         }
-        rows[binding.tensor - range.start] = tensor_rows(base_rows, binding.output_rows);
+        rows[binding.tensor - range.start] = tensor_rows(base.rows, output.rows);
     }
     let mut bytes = table.as_bytes().to_vec();
     let (rows_at, forms_at, _) = table_offsets(bindings);

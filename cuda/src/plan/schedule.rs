@@ -137,7 +137,7 @@ impl Schedule {
                 )));
             }
             let variant = binding.variant;
-            jobs.extend(tensor.chunks().map(|chunk| {
+            jobs.extend(binding.chunks(tensor).map(|chunk| {
                 let has_no_base = group == Group::Conditioned && tensor.first_lane(chunk) >= tensor.device.base_lanes;
                 let group = if has_no_base { Group::WithoutBase } else { group };
                 Job { chunk, tensor: binding.tensor as u32, group, variant }
@@ -156,12 +156,13 @@ impl Schedule {
     }
 
     /// Gives the records of chunks device addresses. `blob` is the address that blob offset 0 would have.
-    pub fn place(&mut self, index: &DeviceIndex, chunks: Range<u32>, blob: u64) {
+    pub fn place(&mut self, index: &DeviceIndex, chunks: impl Iterator<Item = u32>, blob: u64) {
         let span = self.span.start as usize..self.span.end as usize;
         if self.records.is_empty() {
             self.records = index.uploaded.records[span.clone()].to_vec();
         }
-        for record in &mut self.records[chunks.start as usize - span.start..chunks.end as usize - span.start] {
+        for chunk in chunks {
+            let record = &mut self.records[chunk as usize - span.start];
             record.blob_offset = record.blob_offset.get().wrapping_add(blob).into();
         }
     }

@@ -44,10 +44,12 @@ pub(crate) struct Batch {
     pub hashes: HashSlice,
 }
 
-/// The targets of an application, as they are hashed. Ranges are numbered as the bindings.
+/// The targets of an application, as they are hashed. Those of which only some chunks are decoded are left out.
 #[derive(Debug)]
 pub(crate) struct Targets {
     pub plan: HashPlan,
+    /// The entry of each range.
+    pub entries: Vec<usize>,
     pub expected: Vec<[u8; DIGEST_SIZE]>,
     /// All parts, if the targets are hashed where they are stored.
     pub stored: Option<HashSlice>,
@@ -71,10 +73,12 @@ fn step_of(tensor: &DeviceTensor) -> u64 {
 
 impl Targets {
     pub fn new(index: &DeviceIndex, bindings: &[Binding], schedule: &Schedule, mode: Mode) -> Result<Self> {
+        let whole = || bindings.iter().filter(|binding| binding.portion.is_none());
         let digest = |binding: &Binding| Ok(index.tensor(binding.tensor)?.digests.target_digest);
         let mut targets = Self {
             plan: HashPlan::default(),
-            expected: bindings.iter().map(digest).collect::<Result<_>>()?,
+            entries: whole().map(|binding| binding.tensor).collect(),
+            expected: whole().map(digest).collect::<Result<_>>()?,
             stored: None,
             batches: Vec::new(),
             order: Vec::new(),
@@ -83,9 +87,9 @@ impl Targets {
             rows: Vec::new(),
         };
         if mode == Mode::InPlace(InPlace::AllChecked) {
-            targets.in_batches(index, bindings, schedule, batch_bytes())?;
+            targets.in_batches(index, whole, schedule, batch_bytes())?;
         } else {
-            for binding in bindings {
+            for binding in whole() {
                 targets.plan.add(&binding.output, binding.output_rows)?;
             }
             targets.stored = Some(targets.plan.slice_after(None));
@@ -100,15 +104,21 @@ impl Targets {
 
     /// Divides the chunks into batches. A batch has consecutive chunks of each of its tensors. The scratch memory has two slots, and
     /// batches use them in turn.
-    fn in_batches(&mut self, index: &DeviceIndex, bindings: &[Binding], schedule: &Schedule, batch_bytes: u64) -> Result<()> {
-        let mut batch_of = vec![0; schedule.span.len()];
+    fn in_batches<'a, B: Iterator<Item = &'a Binding>>(
+        &mut self,
+        index: &DeviceIndex,
+        bindings: impl Fn() -> B,
+        schedule: &Schedule,
+        batch_bytes: u64,
+    ) -> Result<()> {
+        let mut batch_of = vec![None; schedule.span.len()];
         let mut slot_bytes = batch_bytes;
-        for binding in bindings {
+        for binding in bindings() {
             slot_bytes = slot_bytes.max(step_of(&index.tensor(binding.tensor)?.device));
         }
         let (mut used, mut last): (u64, Option<HashSlice>) = (0, None);
         let mut first = None;
-        for binding in bindings {
+        for binding in bindings() {
             let tensor = index.tensor(binding.tensor)?;
             let device = tensor.device;
             let (chunk_bytes, step) = (chunk_bytes(&device), step_of(&device));
@@ -135,7 +145,7 @@ impl Targets {
                 self.plan.add_part(range, origin, None, start..start + part)?;
                 let chunks = tensor.device.first_chunk..tensor.device.first_chunk + tensor.chunk_count;
                 let of_part = chunks.skip((start / chunk_bytes) as usize).take(part.div_ceil(chunk_bytes) as usize);
-                of_part.for_each(|chunk| batch_of[(chunk - schedule.span.start) as usize] = self.batches.len());
+                of_part.for_each(|chunk| batch_of[(chunk - schedule.span.start) as usize] = Some(self.batches.len()));
                 used = (used + part).next_multiple_of(MEMORY_ALIGN);
                 self.scratch_bytes = self.scratch_bytes.max(slot + used);
                 start += part;
@@ -149,8 +159,9 @@ impl Targets {
         let mut lists: BTreeMap<_, Vec<u32>> = BTreeMap::new();
         for run in schedule.slices.iter().flat_map(|slice| &slice.runs) {
             for &chunk in &schedule.order[run.order.clone()] {
-                let batch = batch_of[(chunk - schedule.span.start) as usize];
-                lists.entry((batch, run.group, run.has)).or_default().push(chunk);
+                if let Some(batch) = batch_of[(chunk - schedule.span.start) as usize] {
+                    lists.entry((batch, run.group, run.has)).or_default().push(chunk);
+                }
             }
         }
         for ((batch, group, has), chunks) in lists {

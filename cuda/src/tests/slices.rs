@@ -522,3 +522,141 @@ fn rows_at_two_distances_are_refused_and_the_error_names_the_cut() {
     launch(device, &index, &tensors, Mode::InPlace(InPlace::AllChecked), Payloads::Host(fine.blob())).unwrap();
     assert_eq!(first_difference(&read(device, &memory), &target), None);
 }
+
+/// Slices of a pair that was not cut: random rectangles, on the device as on the processor. Both take those that consist of whole
+/// chunks, and refuse others at the same chunk.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn slices_of_whole_chunks_need_no_cut() {
+    let device = super::device();
+    let random = &mut Random(41);
+    let below = |random: &mut Random, n: u64| random.bits() % n;
+    let mut found = [0; 2];
+    for case in 0..if stand_in::is_used() { 60 } else { 400 } {
+        // Rows shorter than a chunk, as long as one, and of several chunks.
+        let shape = [[200, 64], [6, 4096], [3, 3 * 4096], [150, 192]][case % 4];
+        let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: shape.to_vec() };
+        let (base, target) = lanes(random, Dtype::Bf16, (shape[0] * shape[1]) as usize, 9);
+        let checkpoint = |bytes| MemoryCheckpoint::new([(info.clone(), bytes)]).unwrap();
+        let options = EncodeOptions::default().codec(CodecChoice::Device).chunk_lanes(4096).payload_digests(case % 3 == 0);
+        let (pair, _) = Encode::new(&checkpoint(&target[..])).base(&checkpoint(&base[..])).options(options).to_memory().unwrap();
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
+
+        let step = [(64, 64), (1, 4096), (1, 4096), (64, 192)][case % 4];
+        let range = |random: &mut Random, length: u64, step: u64| {
+            let step = if below(random, 5) == 0 { 1 } else { step };
+            let first = below(random, length.div_ceil(step)) * step;
+            let end = (first + step * (1 + below(random, length.div_ceil(step)))).min(length);
+            (first, end - first)
+        };
+        let ((row, rows), (column, columns)) = (range(random, shape[0], step.0), range(random, shape[1], step.1));
+        let part = Rectangle::new([row, column], [rows, columns]);
+        let pitch = 2 * (columns + [0, 8, 3][case % 3]) as usize;
+        let image = |bytes: &[u8]| {
+            let mut image = vec![CANARY; (rows as usize - 1) * pitch + 2 * columns as usize];
+            for n in 0..rows as usize {
+                let from = 2 * ((row as usize + n) * shape[1] as usize + column as usize);
+                image[n * pitch..][..2 * columns as usize].copy_from_slice(&bytes[from..from + 2 * columns as usize]);
+            }
+            image
+        };
+        let (before, after) = (image(&base), image(&target));
+        let mut on_cpu = before.clone();
+        let slice = tpde::SliceMut::new("t", part.clone(), &mut on_cpu).pitch(pitch as u64);
+        let expected = Apply::new(&pair).in_place_slices([slice], InPlace::AllChecked);
+
+        let mode = MODES[case % 3];
+        let (memory, held) = match mode {
+            Mode::OutOfPlace => (written(device, &vec![CANARY; before.len()]), Some(written(device, &before))),
+            Mode::InPlace(_) => (written(device, &before), None),
+        };
+        let of = |memory: &DeviceSlice| [TensorSlice::new("t", part.clone(), memory.clone()).pitch(pitch as u64)];
+        let bindings = match &held {
+            Some(base) => TensorSlice::out_of_place(&index, &of(&memory), &of(base)),
+            None => TensorSlice::in_place(&index, &of(&memory)),
+        };
+        let told = format!("{mode:?}, {part} of {shape:?}, pitch {pitch}");
+        match (expected, bindings) {
+            (Ok(_), Ok(bindings)) => {
+                let route = [Route::Host, Route::Pinned, Route::Device][below(random, 3) as usize];
+                launch(device, &index, &bindings, mode, payloads(device, &pair, route)).unwrap_or_else(|e| panic!("{told}: {e}"));
+                assert_eq!(first_difference(&on_cpu, &after), None, "{told}");
+                assert_eq!(first_difference(&read(device, &memory), &after), None, "{told}");
+                found[0] += usize::from(part != Rectangle::whole(&shape));
+            }
+            (Err(Error::NotHeld { chunk, .. }), Err(Error::NotHeld { chunk: on_device, .. })) => {
+                assert_eq!(on_device, chunk, "{told}");
+                found[1] += 1;
+            }
+            (expected, found) => panic!("{told}: {expected:?}, {found:?}"),
+        }
+    }
+    assert!(found.iter().all(|&n| n > 5), "{found:?}");
+}
+
+/// A damaged payload of a slice's chunks is found. One of other chunks is read only if the pair has a digest over all payloads and
+/// none of each: then it is refused before anything is written, as on the processor.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn only_the_chunks_of_a_slice_are_read() {
+    let device = super::device();
+    let info = TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: vec![256, 64] };
+    let (base, target) = lanes(&mut Random(6), Dtype::Bf16, 256 * 64, 9);
+    let checkpoint = |bytes| MemoryCheckpoint::new([(info.clone(), bytes)]).unwrap();
+    let encoded = |has_list| {
+        let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(4096).payload_digests(has_list);
+        Encode::new(&checkpoint(&target[..])).base(&checkpoint(&base[..])).options(options).to_memory().unwrap().0
+    };
+    let half = |n: usize| Rectangle::new([128 * n as u64, 0], [128, 64]);
+    let of = |bytes: &[u8], n: usize| bytes[n * 128 * 128..][..128 * 128].to_vec();
+    let [all_checked, chunk_by_chunk] = [InPlace::AllChecked, InPlace::ChunkByChunk].map(Mode::InPlace);
+    for has_list in [true, false] {
+        let pair = encoded(has_list);
+        let index = DeviceIndex::upload(device, pair.index()).unwrap();
+        for (n, mode) in [(0, all_checked), (1, all_checked), (0, chunk_by_chunk), (1, chunk_by_chunk)] {
+            for damaged in 0..4u32 {
+                let mut blob = pair.blob().clone();
+                blob[pair.index().records()[damaged as usize].blob_offset.get() as usize + 9] ^= 8;
+                let memory = written(device, &of(&base, n));
+                let bindings = TensorSlice::in_place(&index, &[TensorSlice::new("t", half(n), memory.clone())]).unwrap();
+                let outcome = launch(device, &index, &bindings, mode, Payloads::Host(&blob));
+                let (found, is_own) = (read(device, &memory), (damaged / 2) as usize == n);
+                match outcome {
+                    Ok(digests) => {
+                        assert!(!is_own && has_list, "{damaged}");
+                        assert_eq!(digests, PayloadDigests::EachRead);
+                        assert_eq!(first_difference(&found, &of(&target, n)), None);
+                    }
+                    Err(Error::Poisoned { total: 2, .. }) => assert!(is_own && has_list && mode == chunk_by_chunk),
+                    Err(Error::Invalid(invalid)) => {
+                        assert_eq!(invalid.at.chunk, Some(damaged));
+                        assert!(is_own && mode == all_checked || !has_list);
+                        assert_eq!(first_difference(&found, &of(&base, n)), None);
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+                let mut held = of(&base, n);
+                let slice = tpde::SliceMut::new("t", half(n), &mut held);
+                let damaged = Pair::new(encoded(has_list).into_parts().0, &blob[..]).unwrap();
+                let on_cpu = Apply::new(&damaged).in_place_slices([slice], InPlace::AllChecked);
+                assert_eq!(on_cpu.is_ok(), !is_own && has_list);
+            }
+        }
+    }
+    let pair = encoded(false);
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
+    // Other memory of the same slice takes the same application, and another slice does not.
+    let memories = [0, 0, 1].map(|n| written(device, &of(&base, n)));
+    let bindings = |i: usize, n| TensorSlice::in_place(&index, &[TensorSlice::new("t", half(n), memories[i].clone())]).unwrap();
+    let plan = ApplyPlan::new(&index, &bindings(0, 0), all_checked, Payloads::Host(pair.blob())).unwrap();
+    let mut application = Application::prepare(plan).unwrap();
+    let stream = device.stream().unwrap();
+    application.launch(&stream).unwrap().wait().unwrap();
+    assert!(application.rebind(&bindings(1, 0)).unwrap());
+    application.launch(&stream).unwrap().wait().unwrap();
+    assert!(!application.rebind(&bindings(2, 1)).unwrap());
+    assert_eq!(memories.map(|memory| read(device, &memory)), [of(&target, 0), of(&target, 0), of(&base, 1)]);
+    // Several slices of one entry, each with some chunks.
+    let both = [0, 1].map(|n| TensorSlice::new("t", half(n), written(device, &of(&base, n))));
+    assert!(matches!(TensorSlice::in_place(&index, &both), Err(Error::NotHeld { .. })));
+}

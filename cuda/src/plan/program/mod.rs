@@ -153,8 +153,7 @@ impl Program {
         let is_checked = request.payload_checks != PayloadChecks::None;
         // In place, chunks must not be written before the digests of their payloads are compared. The payload root is compared after
         // all payloads have been hashed, so it stops no chunk. nvCOMP must not expand a frame before its digest is compared.
-        let stops_chunks =
-            request.mode == Mode::InPlace(InPlace::ChunkByChunk) && request.payload_checks == PayloadChecks::Each;
+        let stops_chunks = request.mode == Mode::InPlace(InPlace::ChunkByChunk) && request.payload_checks == PayloadChecks::Each;
         let compares_first = variation == Variation::Serial || !is_checked || stops_chunks || request.has_frames;
         let mut builder = Builder {
             request,

@@ -100,11 +100,25 @@ fn programs() -> String {
         add(&format!("{name}, pinned, several codecs"), &mixed, mode, Origin::Pinned, (each, targets(mode, 2)), whole);
         add(&format!("{name}, host, strided and derived"), &strided, mode, Origin::Host, (each, targets(mode, 1)), whole);
         add(&format!("{name}, graph, pinned"), &three, mode, Origin::Pinned, (each, targets(mode, 3)), Variation::Serial);
-        add(&format!("{name}, graph, on the device, root"), &one, mode, Origin::Device, (root, targets(mode, 2)), Variation::Serial);
+        add(
+            &format!("{name}, graph, on the device, root"),
+            &one,
+            mode,
+            Origin::Device,
+            (root, targets(mode, 2)),
+            Variation::Serial,
+        );
         add(&format!("{name}, frames"), &frames, mode, Origin::Host, (root, targets(mode, 2)), whole);
         add(&format!("{name}, nothing to decode"), &[], mode, Origin::Host, (root, targets(mode, 0)), whole);
     }
-    add("all checked, without commit", &three, KINDS[2], Origin::Pinned, (each, TargetChecks::Batches(2)), Variation::WithoutCommit);
+    add(
+        "all checked, without commit",
+        &three,
+        KINDS[2],
+        Origin::Pinned,
+        (each, TargetChecks::Batches(2)),
+        Variation::WithoutCommit,
+    );
     add("out of place, more slices than sides", &ten, KINDS[0], Origin::Pinned, (each, TargetChecks::Stored), whole);
     all
 }
@@ -133,9 +147,9 @@ fn before(program: &Program) -> Vec<Vec<bool>> {
         let on_queue = (0..number).rev().find(|&other| operations[other].queue == operation.queue);
         for other in operation.after.iter().copied().chain(on_queue) {
             assert!(other < number, "an operation waits for a later one");
-            for one in 0..number {
-                before[number][one] |= one == other || before[other][one];
-            }
+            let (earlier, own) = before.split_at_mut(number);
+            own[0].iter_mut().zip(&earlier[other]).for_each(|(own, earlier)| *own |= earlier);
+            own[0][other] = true;
         }
     }
     before
