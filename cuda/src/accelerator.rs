@@ -63,21 +63,9 @@ fn rebuild_with(
         // No payload reaches the device. The list has a zero digest per chunk.
         work.index.check_payload_list(&vec![[0; DIGEST_SIZE]; index.uploaded.records.len()])?;
     }
-    let padded_bytes = |&(tensor_index, _): &(usize, Option<usize>)| {
-        let tensor = work.index.tensor(tensor_index);
-        let (base, target) = (tensor.base_bytes().next_multiple_of(ALIGN), tensor.bytes().next_multiple_of(ALIGN));
-        (base, target)
-    };
     let mut first = 0;
     while first < work.tensors.len() {
-        let (mut base_bytes, mut bytes, mut end) = (0u64, 0u64, first);
-        while end < work.tensors.len() {
-            let (base, target) = padded_bytes(&work.tensors[end]);
-            if end > first && base_bytes + base + bytes + target > BATCH_BYTES {
-                break;
-            }
-            (base_bytes, bytes, end) = (base_bytes + base, bytes + target, end + 1);
-        }
+        let (end, [base_bytes, bytes]) = batch_after(work, first);
         let batch = &work.tensors[first..end];
 
         let (bases, outputs) = (device.alloc(base_bytes)?, device.alloc(bytes)?);
@@ -92,7 +80,7 @@ fn rebuild_with(
             // `work.base` has converted lanes where the base is derived: their digest is compared too.
             bindings
                 .push(Binding::out_of_place(tensor_index, base_index.map(|_| base), outputs.slice(at, tensor.bytes())?).formed());
-            let (base, target) = padded_bytes(entry);
+            let [base, target] = padded_bytes(work, entry);
             (base_at, at) = (base_at + base, at + target);
         }
         let plan = ApplyPlan::new(index, &bindings, Mode::OutOfPlace, Payloads::Host(work.blob))?;
@@ -122,6 +110,25 @@ fn rebuild_with(
         _ if index.uploaded.payload_digests == PayloadDigestSource::None => PayloadDigests::NotCompared,
         _ => compared,
     })
+}
+
+/// Sizes of a tensor's base and target in device memory.
+fn padded_bytes(work: &Work<'_>, &(tensor_index, _): &(usize, Option<usize>)) -> [u64; 2] {
+    let tensor = work.index.tensor(tensor_index);
+    [tensor.base_bytes(), tensor.bytes()].map(|bytes| bytes.next_multiple_of(ALIGN))
+}
+
+/// Returns the end of the batch that begins with tensor `first`, and the sizes of its bases and targets.
+fn batch_after(work: &Work<'_>, first: usize) -> (usize, [u64; 2]) {
+    let (mut sizes, mut end) = ([0, 0], first);
+    for entry in &work.tensors[first..] {
+        let [base, target] = padded_bytes(work, entry);
+        if end > first && sizes[0] + base + sizes[1] + target > BATCH_BYTES {
+            break;
+        }
+        (sizes, end) = ([sizes[0] + base, sizes[1] + target], end + 1);
+    }
+    (end, sizes)
 }
 
 /// Returns the memory to be hashed: for each tensor its target, then its base if that has a hash of its own.

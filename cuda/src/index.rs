@@ -5,6 +5,8 @@ use super::derived::DerivedOnDevice;
 #[cfg(feature = "nvcomp")]
 use super::nvcomp::{Nvcomp, NvcompSupport};
 use super::runtime::device::Device;
+use super::runtime::driver::EnterGuard;
+use super::runtime::inner::Inner;
 use super::runtime::kernels::{Decoder, Variant};
 use super::runtime::layout::MemoryLayout;
 use super::runtime::memory::{Allocation, DeviceSlice};
@@ -161,25 +163,7 @@ impl DeviceIndex {
             None => DeviceSlice::owned(Allocation::new(inner, &cx, size)?, size),
         };
         let [chunks, sums, chunk_tensors, tables, payload_list, payload_root] = starts.map(|start| memory.address() + start);
-        let queueing = inner.queueing(&cx, inner.copy.raw());
-        {
-            let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
-            let copy = inner.copy.raw();
-            // SAFETY: the parts are within the memory just allocated or passed, which is held until the copies have completed, also
-            // after an error.
-            unsafe {
-                if size <= SLOT_BYTES as u64 {
-                    ring.send(&cx, copy, memory.address(), size as usize, |slot| {
-                        place(slot, parts, starts);
-                        Ok(())
-                    })?;
-                } else {
-                    let mut parts = parts.into_iter().zip(starts);
-                    parts.try_for_each(|(part, start)| ring.send_bytes(&cx, copy, memory.address() + start, part))?;
-                }
-            }
-        }
-        queueing.end()?;
+        send(inner, &cx, &memory, parts, starts)?;
         debug_assert_eq!(chunks, memory.address());
         let uploaded = UploadedIndex {
             device: device.clone(),
@@ -330,6 +314,27 @@ fn place<const N: usize>(to: &mut [u8], parts: [&[u8]; N], starts: [u64; N]) {
     for (part, start) in parts.into_iter().zip(starts) {
         to[start as usize..][..part.len()].copy_from_slice(part);
     }
+}
+
+/// Queues the copies of parts to their offsets in the memory of an index.
+fn send(inner: &Inner, cx: &EnterGuard<'_>, memory: &DeviceSlice, parts: [&[u8]; 6], starts: [u64; 6]) -> Result<()> {
+    let (copy, size) = (inner.copy.raw(), offsets(parts.map(|part| part.len() as u64)).1);
+    let queueing = inner.queueing(cx, copy);
+    let mut ring = inner.ring.lock().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: the parts are within the memory, which is held until the copies have completed, also after an error.
+    unsafe {
+        if size <= SLOT_BYTES as u64 {
+            ring.send(cx, copy, memory.address(), size as usize, |slot| {
+                place(slot, parts, starts);
+                Ok(())
+            })?;
+        } else {
+            let mut parts = parts.into_iter().zip(starts);
+            parts.try_for_each(|(part, start)| ring.send_bytes(cx, copy, memory.address() + start, part))?;
+        }
+    }
+    drop(ring);
+    queueing.end()
 }
 
 /// Returns the offset of each set in words, and the words of all sets in the layout of the kernels (`kernels/README.md`).

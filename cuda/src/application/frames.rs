@@ -41,6 +41,55 @@ struct FrameParameter {
     digests: u64,
 }
 
+impl FrameParameter {
+    /// What nvCOMP takes of it.
+    fn batch(&self, capacities: u64, temporary: u64, temporary_bytes: usize) -> Batch {
+        let FrameParameter { frames, frame_bytes, content_bytes, contents, outcomes, .. } = *self;
+        let count = self.count as usize;
+        Batch { frames, frame_bytes, capacities, content_bytes, contents, outcomes, count, temporary, temporary_bytes }
+    }
+}
+
+/// Where the contents of frames are, and the payloads that are made of them.
+struct Contents {
+    /// Records of the span of the schedule, for the expanded payloads.
+    expanded: Vec<ChunkMetadata>,
+    capacities: Vec<u64>,
+    contents: Vec<u64>,
+    content_end: u64,
+    payload_end: u64,
+    /// Size of the largest content.
+    largest: u64,
+}
+
+impl Contents {
+    fn new(index: &DeviceIndex, schedule: &Schedule, chunks: &[u32]) -> Result<Self> {
+        let span = schedule.span.start as usize..schedule.span.end as usize;
+        let mut of = Self {
+            expanded: index.uploaded.records[span].to_vec(),
+            capacities: Vec::with_capacity(chunks.len()),
+            contents: Vec::with_capacity(chunks.len()),
+            content_end: 0,
+            payload_end: 0,
+            largest: 0,
+        };
+        for chunk in chunks {
+            let record = &mut of.expanded[(chunk - schedule.span.start) as usize];
+            let size = u64::from(record.uncompressed_size.get());
+            of.contents.push(of.content_end);
+            of.capacities.push(size);
+            of.content_end += size.next_multiple_of(PAYLOAD_ALIGN);
+            of.largest = of.largest.max(size);
+            // The index has checked that both sizes are within the lanes of the chunk.
+            let bytes = raw_size(record.num_deltas.get(), 1 << index.chunk_tensor(*chunk)?.device.lane_log2);
+            record.blob_offset = of.payload_end.into();
+            record.compressed_size = (bytes as u32).into();
+            of.payload_end += bytes.next_multiple_of(PAYLOAD_ALIGN);
+        }
+        Ok(of)
+    }
+}
+
 /// The frames of an application.
 #[derive(Debug)]
 pub(super) struct Frames {
@@ -65,24 +114,8 @@ impl Frames {
             return Ok(None);
         }
 
-        let mut expanded = index.uploaded.records[schedule.span.start as usize..schedule.span.end as usize].to_vec();
-        let (mut capacities, mut contents) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
-        let (mut content_end, mut payload_end, mut largest) = (0u64, 0u64, 0);
-        for chunk in &chunks {
-            let record = record(chunk);
-            let size = u64::from(record.uncompressed_size.get());
-            contents.push(content_end);
-            capacities.push(size);
-            content_end += size.next_multiple_of(PAYLOAD_ALIGN);
-            largest = largest.max(size);
-            // The index has checked that both sizes are within the lanes of the chunk.
-            let bytes = raw_size(record.num_deltas.get(), 1 << index.chunk_tensor(*chunk)?.device.lane_log2);
-            let record = &mut expanded[(chunk - schedule.span.start) as usize];
-            record.blob_offset = payload_end.into();
-            record.compressed_size = (bytes as u32).into();
-            payload_end += bytes.next_multiple_of(PAYLOAD_ALIGN);
-        }
-
+        let Contents { expanded, capacities, mut contents, content_end, payload_end, largest } =
+            Contents::new(index, schedule, &chunks)?;
         let count = chunks.len();
         let temporary_bytes = trusted.nvcomp.temporary_bytes(cx, count, largest as usize, content_end as usize)?;
         let (status_bytes, array_bytes) = (4 * schedule.span.len() as u64, 8 * count as u64);
@@ -131,17 +164,7 @@ impl Frames {
             count: count as u32,
             ..FrameParameter::default()
         };
-        let batch = Batch {
-            frames: parameter.frames,
-            frame_bytes: parameter.frame_bytes,
-            capacities: at(at_capacities),
-            content_bytes: parameter.content_bytes,
-            contents: parameter.contents,
-            outcomes: parameter.outcomes,
-            count,
-            temporary: at(at_temporary),
-            temporary_bytes,
-        };
+        let batch = parameter.batch(at(at_capacities), at(at_temporary), temporary_bytes);
         Ok(Some(Self { trusted: trusted.clone(), parameter, batch, _memory: memory }))
     }
 

@@ -115,11 +115,11 @@ impl Launcher<'_> {
     fn expand_frames(&self, slice: &Slice, stream: RawStream) -> Result<()> {
         let run = slice.runs.iter().find(|run| run.group == Group::Frames);
         let (Some(frames), Some(run)) = (&self.prepared.frames, run) else { return Ok(()) };
-        let LaunchData { records, tensors, order, .. } = *self.prepared;
-        let order = order + 4 * run.order.start as u64;
+        let LaunchData { records, table, .. } = *self.prepared;
+        let order = table.order + 4 * run.order.start as u64;
         // SAFETY: records and tensors come from a validated index, payloads are where the records say, and the frames were
         // prepared for this run. All of it is held until the stream has completed.
-        unsafe { frames.expand(self.cx, stream, [records, self.blob(), tensors, order, self.refused()]) }
+        unsafe { frames.expand(self.cx, stream, [records, self.blob(), table.tensors, order, self.refused()]) }
     }
 
     /// Queues the decoding of a batch of targets to scratch memory. The chunks get the status words that the dry pass gives them.
@@ -192,8 +192,7 @@ impl Launcher<'_> {
     }
 
     fn launch(&self, slice: &Slice, stream: RawStream, mode: u32) -> Result<()> {
-        let LaunchData { tensors, rows, forms, order, .. } = *self.prepared;
-        self.launch_runs(&slice.runs, Table { tensors, rows, forms, order }, stream, mode)
+        self.launch_runs(&slice.runs, self.prepared.table, stream, mode)
     }
 
     fn launch_runs(&self, runs: &[Run], table: Table, stream: RawStream, mode: u32) -> Result<()> {

@@ -153,7 +153,7 @@ impl<'a> Application<'a> {
     fn send_table(&self, cx: &EnterGuard<'_>, table: Option<&PinnedBuffer>, stream: RawStream) -> Result<()> {
         let Some(table) = table else { return Ok(()) };
         let first = tensor_range(&self.prepared.bindings).start;
-        let to = self.prepared.tensors.wrapping_add((first * size_of::<DeviceTensor>()) as u64);
+        let to = self.prepared.table.tensors.wrapping_add((first * size_of::<DeviceTensor>()) as u64);
         // SAFETY: a table of the same tensors has the same length. The stream waits for the last launch, and both memories are
         // held until the stream has completed.
         unsafe { copies::copy_in(cx, to, table.as_ptr(), table.len(), stream) }

@@ -6,7 +6,7 @@ use super::frames::Frames;
 #[cfg(not(feature = "nvcomp"))]
 use super::no_frames::Frames;
 use super::streams::Streams;
-use super::targets::DeviceTargets;
+use super::targets::{DeviceTargets, Table};
 use crate::abi::{self, DeviceTensor, STATUS_NOT_RUN, TensorForm, TensorRows};
 use crate::index::DeviceIndex;
 use crate::plan::binding::Binding;
@@ -53,12 +53,7 @@ pub(super) struct LaunchData {
     _memory: DeviceSlice,
     /// Whether all memory belongs to the caller.
     pub in_caller_memory: bool,
-    pub tensors: u64,
-    /// Rows of the tensors, if some are not [`Variant::Plain`], else 0.
-    pub rows: u64,
-    /// How base lanes are converted, if some bases are derived, else 0.
-    pub forms: u64,
-    pub order: u64,
+    pub table: Table,
     pub records: u64,
     /// Status words of a graph. A launch has its own, in pinned memory.
     pub statuses: u64,
@@ -122,6 +117,25 @@ impl Parts {
     /// a span of each array is allocated.
     fn element_0(&self, offset: u64, first: usize, bytes: usize) -> u64 {
         self.at(offset).wrapping_sub((first * bytes) as u64)
+    }
+
+    /// Returns where the tensor table and the order of chunks are.
+    fn table(&self, bindings: &[Binding]) -> Table {
+        let (first, offset, (rows, forms, _)) = (tensor_range(bindings).start, self.offsets.table, table_offsets(bindings));
+        Table {
+            tensors: self.element_0(offset, first, size_of::<DeviceTensor>()),
+            rows: rows.map_or(0, |rows| self.element_0(offset + rows, first, size_of::<TensorRows>())),
+            forms: forms.map_or(0, |forms| self.element_0(offset + forms, first, size_of::<TensorForm>())),
+            order: self.at(self.offsets.order),
+        }
+    }
+
+    /// Returns where the records of the chunks are.
+    fn records(&self, index: &DeviceIndex, schedule: &Schedule) -> u64 {
+        match schedule.records.is_empty() {
+            true => index.uploaded.chunks(),
+            false => self.element_0(self.offsets.records, schedule.span.start as usize, size_of::<ChunkMetadata>()),
+        }
     }
 
     /// Queues the copy of all that the host provides, and the fill of what begins as zeros, on the copy stream. Returns the event
@@ -198,21 +212,13 @@ impl LaunchData {
         }
         let (copied, was_reset) = (parts.fill(&plan, &cx, &host_list)?, Arc::new(RawEvent::new(&cx, false)?));
 
-        let (first, offsets, memory) = (tensor_range(bindings).start, &parts.offsets, &parts.memory);
-        let records = match schedule.records.is_empty() {
-            true => index.uploaded.chunks(),
-            false => parts.element_0(offsets.records, schedule.span.start as usize, size_of::<ChunkMetadata>()),
-        };
-        let tensors = parts.element_0(offsets.table, first, size_of::<DeviceTensor>());
-        let (rows_at, forms_at, _) = table_offsets(bindings);
-        let rows = rows_at.map_or(0, |rows| parts.element_0(offsets.table + rows, first, size_of::<TensorRows>()));
-        let forms = forms_at.map_or(0, |forms| parts.element_0(offsets.table + forms, first, size_of::<TensorForm>()));
+        let (offsets, memory) = (&parts.offsets, &parts.memory);
+        let (table, records) = (parts.table(bindings), parts.records(index, schedule));
         let spare = if in_caller_memory { Some(memory.slice(offsets.staging, schedule.staged_bytes)?) } else { None };
         let of_digests = |digests| DeviceDigests::new(index, digests, offsets, memory.address(), schedule.span.clone());
         let digests = plan.digests.as_ref().map(of_digests).transpose()?;
         let table_at = parts.at(offsets.table) + table_bytes(bindings);
-        let of_targets =
-            |(hash, targets)| DeviceTargets::new(hash, targets, table_at, offsets, memory.address(), rows_at.is_some());
+        let of_targets = |(hash, targets)| DeviceTargets::new(hash, targets, table_at, offsets, memory.address(), table.rows != 0);
         let targets = hash.zip(plan.targets()).map(of_targets);
         let request = Request {
             mode,
@@ -222,7 +228,7 @@ impl LaunchData {
         };
         let program = Program::new(request, &schedule.slices, Origin::from(&plan.payloads), Variation::Whole);
         let streams = Streams::take(device, &cx, &program)?;
-        let (order, statuses, flag) = (parts.at(offsets.order), parts.at(offsets.statuses), parts.at(offsets.flag));
+        let (statuses, flag) = (parts.at(offsets.statuses), parts.at(offsets.flag));
         let (index, bindings, own_status_words) = (index.clone(), bindings.clone(), offsets.status_words);
         let (schedule, target_plan) = plan.into_schedule_and_targets();
         let data = Self {
@@ -241,10 +247,7 @@ impl LaunchData {
             compared,
             _memory: parts.memory,
             in_caller_memory,
-            tensors,
-            rows,
-            forms,
-            order,
+            table,
             records,
             statuses,
             own_status_words,

@@ -20,12 +20,13 @@ pub(super) struct DeviceTargets {
     pub scratch: u64,
 }
 
-/// The tensor table of a launch: addresses that element 0 would have.
+/// The tensor table of a launch, and the order of its chunks: addresses that element 0 would have.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Table {
     pub tensors: u64,
+    /// Rows of the tensors, if some have gaps between them or a derived base, else 0.
     pub rows: u64,
-    /// 0 in batches: a derived base is applied out of place.
+    /// How base lanes are converted, if some bases are derived, else 0. 0 in batches: a derived base is applied out of place.
     pub forms: u64,
     pub order: u64,
 }
