@@ -82,6 +82,29 @@ class TestSlices:
         assert same(held, cut.shards(rank, cut.target)[0])
         assert (held["qkv"]._version, held["wide"]._version) == versions
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_rank_needs_no_cut_where_its_slice_has_whole_chunks(self, tmp_path: Path, mode: Any, kind: str) -> None:
+        random = np.random.default_rng(3)
+        base = random.integers(-30000, 30000, (250, 64), dtype=np.int16)
+        target = base + random.integers(0, 2, base.shape, dtype=np.int16)
+        tpde.numpy.save_file({"w": target}, tmp_path / "pair", base={"w": base}, chunk_lanes=4096, codec="device")
+        pair = opened(tmp_path / "pair", kind)
+        for rows in (np.s_[:128], np.s_[64:250], np.s_[64:192]):
+            held, on_cpu = to_device(torch.from_numpy(base[rows].copy())), torch.from_numpy(base[rows].copy())
+            assert tpde.torch.apply_slices_([tpde.Slice("w", rows, held)], pair, mode=mode) == "applied"
+            assert raw(held) == target[rows].tobytes()
+            # What the target is applied to is refused alike on the CPU.
+            tpde.torch.apply_slices_([tpde.Slice("w", rows, on_cpu)], tmp_path / "pair", mode=mode)
+            errors = []
+            for one, its_pair in ((held, pair), (on_cpu, tmp_path / "pair")):
+                with pytest.raises(tpde.TpdeError) as caught:
+                    tpde.torch.apply_slices_([tpde.Slice("w", rows, one)], its_pair, mode=mode)
+                errors.append((type(caught.value), caught.value.code))
+            assert errors[0] == errors[1] and raw(held) == target[rows].tobytes()
+        with raises(tpde.NotHeld, match="a device decodes whole chunks"):
+            tpde.torch.apply_slices_([tpde.Slice("w", np.s_[:100], to_device(torch.from_numpy(base[:100].copy())))], pair)
+
     @pytest.mark.parametrize("kind", ["path", "device"])
     def test_a_rank_rebuilds_its_slices_from_a_base(self, cut: Cut, kind: str) -> None:  # noqa: F811
         pair, whole = of_kind(cut, kind), moved(cut.base)
