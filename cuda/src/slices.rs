@@ -2,10 +2,10 @@
 
 use super::derived::SourceTensor;
 use super::index::{DeviceIndex, TensorOnDevice};
-use super::plan::binding::{Binding, Extension, Portion};
+use super::plan::binding::{Binding, Extension, Portion, PortionOf};
 use super::rows::Rows;
 use super::runtime::memory::DeviceSlice;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use tpde::internals::View;
@@ -22,9 +22,9 @@ use tpde_core::rectangle::{Rectangle, first_gap, part_fault};
 /// follow each other without gaps, or begin at multiples of a pitch. The bytes between rows are neither read nor written.
 ///
 /// A device decodes whole chunks, as [`Apply::in_place_slices`](tpde::Apply::in_place_slices) does. A slice may have some chunks of an
-/// entry whose base has its dtype and shape, or that has no base; then the digests of the entry are not compared. One slice has them
-/// all. Other entries must be whole. The rows of each entry must be at one distance: an entry that has only some indexes of two or more
-/// inner dimensions of the slice is refused.
+/// entry whose base has its dtype and shape, or that has no base; then the digests of the entry are not compared, and no other slice
+/// has chunks of it. Other entries must be whole. The rows of each entry must be at one distance: an entry that has only some indexes
+/// of two or more inner dimensions of the slice is refused.
 ///
 /// ```no_run
 /// use tpde_cuda::{ApplyPlan, Device, DeviceIndex, DeviceSlice, Mode, Payloads, TensorSlice};
@@ -161,9 +161,10 @@ impl<'a> TensorSlice<'a> {
         }
         let (row, pitch) = rows.unwrap_or((u64::MAX, u64::MAX));
         if !fits || rows.is_some() && !(row.is_multiple_of(8) && pitch.is_multiple_of(8)) {
-            return Err(not_held(tensor, tensor.device.first_chunk, "with rows at two distances, the slice", self));
+            let reason = "the rows of the slice are at two distances in the part, and a device has one";
+            return Err(Error::InvalidArgument(format!("part {entry} of tensor {}: {reason}", Escaped(self.name))));
         }
-        let before = (first / row).wrapping_mul(pitch).wrapping_add(first % row) / 8;
+        let before = (first / row).wrapping_mul(pitch / 8).wrapping_add(first % row / 8);
         let start = (self.memory.address() + at / 8).wrapping_sub(before);
         Ok(Extension { start, rows: rows.map(|(row, pitch)| Rows::new(row / 8, pitch / 8)) })
     }
@@ -171,6 +172,7 @@ impl<'a> TensorSlice<'a> {
 
 fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSlice<'_>]>) -> Result<Vec<Binding>> {
     let mut bindings = Vec::with_capacity(slices.len());
+    let mut portions = HashSet::new();
     let mut bases: HashMap<_, Vec<_>> = HashMap::new();
     base.unwrap_or_default().iter().for_each(|slice| bases.entry(slice.name).or_default().push(slice));
     for slice in slices {
@@ -194,7 +196,7 @@ fn bind(index: &DeviceIndex, slices: &[TensorSlice<'_>], base: Option<&[TensorSl
                 None => continue,
                 Some(common) if common != tensor.rectangle => {
                     let binding = bind_portion(i, tensor, &common, slice, base.map(|_| &bases))?;
-                    if bindings.iter().any(|other: &Binding| other.tensor == i) {
+                    if !portions.insert(i) {
                         let first = tensor.device.first_chunk;
                         return Err(not_held(tensor, first, "each of several slices", slice));
                     }
@@ -249,28 +251,22 @@ fn bind_portion(
     bases: Option<&HashMap<&str, Vec<&TensorSlice<'_>>>>,
 ) -> Result<Binding> {
     let chunks = whole_chunks(tensor, common).map_err(|chunk| not_held(tensor, chunk, "the slice", slice))?;
-    let (output, output_rows) = slice.memory_of(tensor.dtype, common)?;
-    let mut portion = Portion { chunks, output: slice.extension(tensor, common)?, base: None };
-    let mut binding = Binding { output_rows, ..Binding::in_place(entry, output) };
+    let first = tensor.device.first_chunk;
+    let (output, output_at) = (slice.memory_of(tensor.dtype, common)?, slice.extension(tensor, common)?);
+    let mut binding = Binding { output_rows: output.1, ..Binding::in_place(entry, output.0) };
+    let mut base_at = None;
     if let Some(bases) = bases.filter(|_| tensor.base_kind != BaseKind::None && tensor.base_bytes > 0) {
-        let SourceTensor { dtype, shape, .. } = plain_base(tensor);
-        let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(&tensor.base_name)));
-        let mut found = None;
-        for base in bases.get(tensor.base_name.as_str()).ok_or_else(missing)? {
-            base.check(dtype, &shape)?;
-            if base.rectangle.intersection(common).is_some_and(|held| held == *common) {
-                found = Some(*base);
-                break;
-            }
+        if tensor.base_kind != BaseKind::Same {
+            return Err(not_held(tensor, first, "its base has another dtype or shape, and the slice", slice));
         }
-        let base = found
-            .filter(|_| tensor.base_kind == BaseKind::Same)
-            .ok_or_else(|| not_held(tensor, tensor.device.first_chunk, "the base", slice))?;
-        let (memory, rows) = base.memory_of(dtype, common)?;
-        (binding.base, binding.base_rows) = (Some(memory), rows);
-        portion.base = Some(base.extension(tensor, common)?);
+        let source = SourceTensor { rectangle: common.clone(), ..plain_base(tensor) };
+        let base = holder(&tensor.base_name, &source, bases)?.ok_or_else(|| not_held(tensor, first, "the base", slice))?;
+        (binding.base, binding.base_rows) = base.memory_of(tensor.dtype, common).map(|(memory, rows)| (Some(memory), rows))?;
+        base_at = Some(base.extension(tensor, common)?);
     }
-    Ok(Binding { portion: Some(portion), ..binding })
+    let of = PortionOf::new(tensor, &binding);
+    binding.portion = Some(Portion { chunks, output: output_at, base: base_at, of });
+    Ok(binding)
 }
 
 /// Returns the chunks of an entry that consist of the elements `common` of it.
@@ -314,15 +310,24 @@ fn source_of(
     bases: &HashMap<&str, Vec<&TensorSlice<'_>>>,
     output: &TensorSlice<'_>,
 ) -> Result<(DeviceSlice, Option<Rows>)> {
-    let SourceTensor { dtype, shape, rectangle } = source;
+    let base = holder(name, source, bases)?.ok_or_else(|| not_held(tensor, tensor.device.first_chunk, "the base", output))?;
+    base.memory_of(source.dtype, &source.rectangle)
+}
+
+/// Returns the slice of a tensor of the base that has these elements. `None` if no slice has them all.
+fn holder<'s, 'a>(
+    name: &str,
+    source: &SourceTensor,
+    bases: &HashMap<&str, Vec<&'s TensorSlice<'a>>>,
+) -> Result<Option<&'s TensorSlice<'a>>> {
     let missing = || Error::InvalidArgument(format!("no slice of the base tensor {}", Escaped(name)));
     for slice in bases.get(name).ok_or_else(missing)? {
-        slice.check(*dtype, shape)?;
-        if slice.rectangle.intersection(rectangle).is_some_and(|common| common == *rectangle) {
-            return slice.memory_of(*dtype, rectangle);
+        slice.check(source.dtype, &source.shape)?;
+        if slice.rectangle.intersection(&source.rectangle).is_some_and(|common| common == source.rectangle) {
+            return Ok(Some(slice));
         }
     }
-    Err(not_held(tensor, tensor.device.first_chunk, "the base", output))
+    Ok(None)
 }
 
 /// The error for an entry of which `what` lacks elements.
@@ -387,6 +392,20 @@ mod tests {
             derived: None,
             device,
         }
+    }
+
+    /// Memory that would begin far before its address: the distance exceeds 2^64 bits.
+    #[test]
+    fn an_entry_may_begin_far_before_the_memory_of_a_slice() {
+        let (shape, pitch) = ([1 << 26, 4096], 1 << 36);
+        let tensor = entry(&shape, Rectangle::whole(&shape), 12);
+        let slice = Rectangle::new([1 << 25, 0], [2, 4096]);
+        // SAFETY: nothing is done with the memory.
+        let memory = unsafe { DeviceSlice::from_raw(1 << 40, pitch + 8192) };
+        let one = TensorSlice { name: "t", rectangle: slice.clone(), memory, pitch: Some(pitch) };
+        let Extension { start, rows } = one.extension(&tensor, &slice).unwrap();
+        assert_eq!(rows, Some(Rows::new(8192, pitch)));
+        assert_eq!(start.wrapping_add((1u64 << 25).wrapping_mul(pitch)), 1 << 40);
     }
 
     proptest! {

@@ -223,7 +223,7 @@ def apply_slices_(
     ``encode(split=...)``, gives each rank its own chunks. A parameter that is fused of several tensors is several slices, each with
     a view of the parameter. Autograd is informed, as by :func:`apply_`.
 
-    On a CUDA device, one launch changes all slices, on the current stream. A device takes the chunks of a part from one slice.
+    On a CUDA device, one launch changes all slices, on the current stream. At most one slice has chunks of a part.
 
     Args:
         slices: The slices, on the CPU or all on one CUDA device. No element belongs to two of them, but their rows may interleave,

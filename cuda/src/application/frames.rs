@@ -42,7 +42,7 @@ struct FrameParameter {
 }
 
 impl FrameParameter {
-    /// What nvCOMP takes of it.
+    /// Returns the arrays that nvCOMP reads and writes.
     fn batch(&self, capacities: u64, temporary: u64, temporary_bytes: usize) -> Batch {
         let FrameParameter { frames, frame_bytes, content_bytes, contents, outcomes, .. } = *self;
         let count = self.count as usize;

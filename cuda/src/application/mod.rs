@@ -52,7 +52,8 @@ impl Drop for Unwinding<'_> {
 impl<'a> Application<'a> {
     /// Prepares a planned application in memory of this crate.
     ///
-    /// Cost: a few allocations and one small copy. The call waits for no stream. Device memory: 8 bytes per chunk, and 48 bytes
+    /// Cost: a few allocations and one small copy, and sometimes a read of all payloads: [`ApplyPlan::payload_digests`]. The call waits
+    /// for no stream. Device memory: 8 bytes per chunk, and 48 bytes
     /// per tensor, or 80 if some have gaps between rows, or 128 if some have derived bases. The first application of a device
     /// with such tensors compiles their kernels. [`InPlace::AllChecked`](tpde::InPlace::AllChecked) adds lists of changes and
     /// targets, up to 1 GiB.

@@ -9,6 +9,7 @@ use std::ops::Range;
 use tpde_core::error::{Error, Escaped, Result};
 use tpde_core::format::BaseKind;
 use tpde_core::layout::{StridedLayout, first_shared, relation};
+use tpde_core::rectangle::Rectangle;
 
 /// An entry of a pair, which is a tensor or a part of one, and its memory. Addresses are aligned to the lanes of the tensor.
 ///
@@ -47,6 +48,30 @@ pub(crate) struct Portion {
     pub chunks: Vec<Range<u32>>,
     pub output: Extension,
     pub base: Option<Extension>,
+    /// What it was made for: a binding is not tied to an index, and its fields are public.
+    pub of: PortionOf,
+}
+
+/// The entry and the memory of a portion.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PortionOf {
+    tensor: usize,
+    rectangle: Rectangle,
+    chunks: Range<u32>,
+    chunk_lanes_log2: u8,
+    memory: Vec<(u64, u64, Option<Rows>)>,
+}
+
+impl PortionOf {
+    pub fn new(tensor: &TensorOnDevice, binding: &Binding) -> Self {
+        Self {
+            tensor: binding.tensor,
+            rectangle: tensor.rectangle.clone(),
+            chunks: tensor.chunks(),
+            chunk_lanes_log2: tensor.device.chunk_lanes_log2,
+            memory: memory_of(binding),
+        }
+    }
 }
 
 /// Memory of some lanes of an entry, extended to all lanes: where the entry would begin, modulo 2^64, and its rows.
@@ -117,9 +142,12 @@ impl Binding {
     }
 
     /// The chunks to decode, which are all of the entry or some.
-    pub(crate) fn chunks(&self, tensor: &TensorOnDevice) -> impl Iterator<Item = u32> + Clone {
-        let ranges = self.portion.as_ref().map_or_else(|| vec![tensor.chunks()], |portion| portion.chunks.clone());
-        ranges.into_iter().flatten()
+    pub(crate) fn chunks(&self, tensor: &TensorOnDevice) -> impl Iterator<Item = u32> + Clone + use<'_> {
+        let (whole, some) = match &self.portion {
+            None => (Some(tensor.chunks()), &[][..]),
+            Some(portion) => (None, &portion.chunks[..]),
+        };
+        whole.into_iter().chain(some.iter().cloned()).flatten()
     }
 
     /// Where the lanes of the entry are written, and its rows.
@@ -206,9 +234,9 @@ fn check_portion(name: &Escaped<'_>, extension: Extension, lane: u64) -> Result<
     if start.is_multiple_of(lane) && rows.is_none_or(|rows| rows.pitch.is_multiple_of(lane)) {
         return Ok(());
     }
+    let pitch = rows.map_or(0, |rows| rows.pitch);
     Err(Error::InvalidArgument(format!(
-        "the memory of tensor {name} would begin at {start:#x}, with rows {:?} bytes apart: expected multiples of {lane}",
-        rows.map(|rows| rows.pitch)
+        "the memory of tensor {name} is at {start:#x} modulo {lane}, with a pitch of {pitch} bytes: expected multiples of {lane}"
     )))
 }
 
@@ -254,6 +282,9 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
         if rows.iter().any(Option::is_some) { Variant::Strided } else { Variant::Plain }
     };
     if let Some(portion) = &binding.portion {
+        if portion.of != PortionOf::new(tensor, binding) {
+            return Err(Error::InvalidArgument(format!("the slice of tensor {name} was bound to another pair or other memory")));
+        }
         // The lengths are those of slices, which were checked.
         [Some(portion.output), portion.base].into_iter().flatten().try_for_each(|one| check_portion(&name, one, lane))?;
     } else {
@@ -279,7 +310,10 @@ fn check_lengths(tensor: &TensorOnDevice, binding: &mut Binding, in_place: bool)
         };
         return Err(Error::InvalidArgument(format!("tensor {name} {reason}, which cannot be done in place")));
     }
-    if binding.portion.is_some() {
+    if let Some(portion) = &binding.portion {
+        if portion.base.is_none() && tensor.base_kind != BaseKind::None && tensor.base_bytes > 0 {
+            return Err(Error::InvalidArgument(format!("the binding of tensor {name} has no base")));
+        }
         binding.variant = plain_or_strided(binding);
         return Ok(());
     }

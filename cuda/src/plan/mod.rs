@@ -46,6 +46,8 @@ pub struct ApplyPlan<'a> {
     compares_targets: bool,
     /// Limit for scratch memory, if the caller has set one.
     max_scratch_bytes: Option<u64>,
+    /// Whether the outputs are scratch memory, see [`ApplyPlan::in_scratch`].
+    is_in_scratch: bool,
 }
 
 /// Offsets of the parts of an application's memory.
@@ -91,8 +93,10 @@ impl<'a> ApplyPlan<'a> {
         let (mut chunks, mut bytes) = (0u64, 0u64);
         for binding in tensors {
             for chunk in binding.chunks(index.tensor(binding.tensor)?) {
+                // Bindings are checked later.
+                let record = index.uploaded.records.get(chunk as usize);
                 chunks += 1;
-                bytes += u64::from(index.uploaded.records[chunk as usize].compressed_size.get());
+                bytes += record.map_or(0, |record| u64::from(record.compressed_size.get()));
             }
         }
         // With many slices decoding starts early. But each slice must fill the device, because a smaller slice takes as long. And
@@ -141,6 +145,7 @@ impl<'a> ApplyPlan<'a> {
             targets,
             compares_targets: true,
             max_scratch_bytes: None,
+            is_in_scratch: false,
         };
         Ok(plan.payload_digests(true))
     }
@@ -157,12 +162,15 @@ impl<'a> ApplyPlan<'a> {
 
     /// Sets whether the application compares payload digests, if the index has them. The default is true. A caller that launches an
     /// application repeatedly, with payloads that stay in device memory, may compare them in the first launch only.
+    ///
+    /// The host reads all payloads of the pair once, when the application is prepared, if the index has only the digest over all
+    /// payloads, and codec `zstd` is expanded or a slice in place has some chunks of an entry.
     #[must_use]
     pub fn payload_digests(mut self, compared: bool) -> Self {
         // As on the processor: in place, some chunks of an entry are written after their payloads are known to be those of the pair.
         let has_portion = self.mode != Mode::OutOfPlace && self.bindings.iter().any(|binding| binding.portion.is_some());
-        let reads_all = has_portion && self.payloads.on_device().is_none();
-        self.digests = if compared { DigestPlan::new(&self.index, &self.schedule, reads_all) } else { None };
+        let forms_list = has_portion && !self.is_in_scratch && self.payloads.on_device().is_none();
+        self.digests = if compared { DigestPlan::new(&self.index, &self.schedule, forms_list) } else { None };
         let reads_all = self.schedule.payload_count(&self.index) == self.index.uploaded.payload_count as usize;
         self.compared = match self.index.uploaded.payload_digests {
             PayloadDigestSource::List if compared && reads_all => PayloadDigests::All,
@@ -185,6 +193,11 @@ impl<'a> ApplyPlan<'a> {
     #[must_use]
     pub fn digests(self, compared: bool) -> Self {
         Self { compares_targets: compared, ..self }
+    }
+
+    /// States that the outputs are scratch memory, which may become a mixture. Then payloads of other chunks are not read.
+    pub(super) fn in_scratch(self) -> Self {
+        Self { is_in_scratch: true, ..self }
     }
 
     /// Returns the targets, if their digests are compared.

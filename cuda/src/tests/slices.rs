@@ -655,8 +655,76 @@ fn only_the_chunks_of_a_slice_are_read() {
     assert!(application.rebind(&bindings(1, 0)).unwrap());
     application.launch(&stream).unwrap().wait().unwrap();
     assert!(!application.rebind(&bindings(2, 1)).unwrap());
-    assert_eq!(memories.map(|memory| read(device, &memory)), [of(&target, 0), of(&target, 0), of(&base, 1)]);
+    assert_eq!(memories.each_ref().map(|memory| read(device, memory)), [of(&target, 0), of(&target, 0), of(&base, 1)]);
+    // Bindings of another mode, of another pair, and with other memory are refused.
+    let own = bindings(2, 1);
+    let refused = |index: &DeviceIndex, bindings: &[Binding], mode, blob: &Vec<u8>, expected: &str| {
+        let error = ApplyPlan::new(index, bindings, mode, Payloads::Host(blob)).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, Error::InvalidArgument(why) if why.contains(expected)), "{error}");
+    };
+    refused(&index, &own, Mode::OutOfPlace, pair.blob(), "has no base");
+    let coarse = {
+        let options = EncodeOptions::default().codec(Codec::Conditioned).chunk_lanes(8192);
+        Encode::new(&checkpoint(&target[..])).base(&checkpoint(&base[..])).options(options).to_memory().unwrap().0
+    };
+    let other = DeviceIndex::upload(device, coarse.index()).unwrap();
+    refused(&other, &own, all_checked, coarse.blob(), "bound to another pair or other memory");
+    let mut moved = own.clone();
+    moved[0].output = memories[0].clone();
+    refused(&index, &moved, all_checked, pair.blob(), "bound to another pair or other memory");
+    let strange = own[0].clone().output_rows(Rows::new(1, 0));
+    refused(&index, &[strange], all_checked, pair.blob(), "bound to another pair or other memory");
     // Several slices of one entry, each with some chunks.
     let both = [0, 1].map(|n| TensorSlice::new("t", half(n), written(device, &of(&base, n))));
     assert!(matches!(TensorSlice::in_place(&index, &both), Err(Error::NotHeld { .. })));
+}
+
+/// Errors about portions that a device does not take say why.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn portions_that_a_device_does_not_take_are_refused_with_the_reason() {
+    let device = super::device();
+    let (base, target) = lanes(&mut Random(8), Dtype::Bf16, 256 * 64, 9);
+    let encoded = |base_info: &TensorInfo, base: &[u8], info: &TensorInfo, target: &[u8], chunk_lanes| {
+        let [base, target] =
+            [(base_info, base), (info, target)].map(|(info, bytes)| MemoryCheckpoint::new([(info.clone(), bytes)]));
+        let options = EncodeOptions::default().codec(CodecChoice::Device).chunk_lanes(chunk_lanes);
+        Encode::new(&target.unwrap()).base(&base.unwrap()).options(options).to_memory().unwrap().0
+    };
+    let info = |shape: &[u64]| TensorInfo { name: "t".into(), dtype: Dtype::Bf16, shape: shape.to_vec() };
+    let memory = device.alloc(1 << 20).unwrap();
+    let of = |part: Rectangle, at: u64| {
+        let bytes = 2 * part.elements();
+        TensorSlice::new("t", part, memory.slice(at, bytes).unwrap())
+    };
+    // A base with fewer rows.
+    let half = 128 * 128;
+    let pair = encoded(&info(&[128, 64]), &base[..half], &info(&[256, 64]), &target, 4096);
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
+    let (slice, held) = (of(Rectangle::new([0, 0], [64, 64]), 0), of(Rectangle::whole(&[128, 64]), 1 << 16));
+    let error = TensorSlice::out_of_place(&index, std::slice::from_ref(&slice), &[held]).unwrap_err();
+    assert!(matches!(&error, Error::NotHeld { reason, .. } if reason.contains("another dtype or shape")), "{error}");
+    let bindings = TensorSlice::in_place(&index, &[slice]).unwrap();
+    let error = ApplyPlan::new(&index, &bindings, Mode::InPlace(InPlace::AllChecked), Payloads::Host(pair.blob())).unwrap_err();
+    assert!(error.to_string().contains("changes its number of rows"), "{error}");
+
+    // Chunks of a row, in memory with rows at two distances.
+    let whole = info(&[2, 2, 4096]);
+    let pair = encoded(&whole, &base, &whole, &target, 4096);
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
+    let part = Rectangle::new([0, 0, 0], [2, 1, 4096]);
+    assert_eq!(TensorSlice::in_place(&index, &[of(part, 0)]).unwrap().len(), 1, "rows at one distance");
+    let whole = info(&[2, 4, 8192]);
+    let (base, target) = ([&base[..]; 4].concat(), [&target[..]; 4].concat());
+    let pair = encoded(&whole, &base, &whole, &target, 4096);
+    let index = DeviceIndex::upload(device, pair.index()).unwrap();
+    let part = Rectangle::new([0, 0, 0], [2, 2, 4096]);
+    let error = TensorSlice::in_place(&index, &[of(part.clone(), 0)]).unwrap_err();
+    assert!(matches!(&error, Error::InvalidArgument(why) if why.contains("at two distances")), "{error}");
+    let mut on_cpu = vec![0; 2 * part.elements() as usize];
+    for (n, rows) in on_cpu.chunks_mut(8192).enumerate() {
+        let row = 4 * (n / 2) + n % 2;
+        rows.copy_from_slice(&base[row * 16384..][..8192]);
+    }
+    Apply::new(&pair).in_place_slices([tpde::SliceMut::new("t", part, &mut on_cpu)], InPlace::AllChecked).unwrap();
 }

@@ -252,8 +252,10 @@ impl Builder<'_> {
             hashed.push(self.add(Work::ComparePayloadRoot, queue, &hashed.clone()));
         }
         if hashes_all_first {
+            // The last one is behind the others: on their queue, or as the comparison of the root.
+            let compared: Vec<_> = hashed.last().copied().into_iter().collect();
             for (n, ready) in copied.into_iter().enumerate() {
-                self.decode(n, &[ready, hashed.clone()].concat());
+                self.decode(n, &[ready, compared.clone()].concat());
             }
         }
     }
