@@ -27,7 +27,7 @@ import torch
 
 import tpde
 import tpde.torch
-from tpde._device import Device
+from tpde._engine.device import Device
 
 
 def timed(work: Callable[[], object], before: Callable[[], object] = lambda: None, runs: int = 9) -> float:

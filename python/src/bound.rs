@@ -25,7 +25,7 @@ pub struct BoundTensors {
 
 /// The memory of tensors on the device.
 pub fn on_device<'a>(tensors: impl IntoIterator<Item = &'a SliceMemory>) -> Vec<TensorSlice<'a>> {
-    // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device, and the caller holds them until the
+    // SAFETY: `tpde/_memory/torch_tensors.py` has checked that these are PyTorch tensors on this device, and the caller holds them until the
     // streams that use them have finished.
     tensors.into_iter().map(|tensor| unsafe { tensor.on_device() }).collect()
 }

@@ -1,6 +1,6 @@
 //! Pairs on CUDA devices, in PyTorch's memory and on its streams.
 //!
-//! All device memory used here belongs to PyTorch tensors. `tpde/_device.py` allocates the tensors in the order of the device's
+//! All device memory used here belongs to PyTorch tensors. `tpde/_engine/device.py` allocates the tensors in the order of the device's
 //! copy stream and records them with the stream that uses them. Nothing here frees device memory, so values can be dropped at any
 //! time.
 

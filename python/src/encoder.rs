@@ -70,7 +70,7 @@ impl Encoder {
 impl Encoder {
     fn checkpoint(&self, slices: &[SliceMemory]) -> Result<DeviceCheckpoint> {
         let slices = slices.iter().map(|slice| {
-            // SAFETY: `tpde/_torch_memory.py` has checked that these are PyTorch tensors on this device. The caller of the public
+            // SAFETY: `tpde/_memory/torch_tensors.py` has checked that these are PyTorch tensors on this device. The caller of the public
             // function holds them until the call returns, and the call waits for the device.
             Ok((slice.0.dtype()?, slice.0.shape().to_vec(), unsafe { slice.on_device() }))
         });

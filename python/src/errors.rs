@@ -1,4 +1,4 @@
-//! Converts errors of the library to the exceptions of `tpde/_errors.py`.
+//! Converts errors of the library to the exceptions of `tpde/_core/errors.py`.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySlice, PyTuple};
@@ -11,7 +11,7 @@ pub const HINT: &str = "_hint";
 /// The exception with this code, message and attributes.
 pub fn exception<'py>(py: Python<'py>, code: &str, message: &str, attributes: &Bound<'py, PyDict>) -> PyErr {
     let made = py
-        .import("tpde._errors")
+        .import("tpde._core.errors")
         .and_then(|module| module.getattr("make_error"))
         .and_then(|make| make.call((code, message), Some(attributes)));
     match made {

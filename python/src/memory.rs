@@ -11,7 +11,7 @@ use tpde_cuda::{DeviceSlice, TensorSlice};
 
 /// A tensor: name, dtype, dims, address, size in bytes, and an object that keeps the memory in place.
 ///
-/// Only the modules `_memory.py` in `tpde/` make this tuple. They have checked that the tensor is contiguous, or has the rows of
+/// Only the modules of `tpde/_memory/` make this tuple. They have checked that the tensor is contiguous, or has the rows of
 /// [`SliceMemory`], and that it is in host memory, or on the device for device functions. Device functions make no host slices from it.
 /// The address stays valid while the object is held, unless the owner's memory is freed by other means. The caller of the public
 /// function promises that nothing else writes the memory during the call, and that nothing else reads memory being written.

@@ -69,7 +69,7 @@ impl Drop for Opening {
 }
 
 fn upload(device: &tpde_cuda::Device, pair: &tpde::Pair<FileSource>, (address, bytes): DeviceMemory) -> Result<DeviceIndex> {
-    // SAFETY: `Opening` holds the owner of the memory until the upload has been queued, and `tpde/_device.py` holds it after that. The
+    // SAFETY: `Opening` holds the owner of the memory until the upload has been queued, and `tpde/_engine/device.py` holds it after that. The
     // tensor is recorded with the copy stream.
     let memory = unsafe { DeviceSlice::from_raw(address, bytes) };
     DeviceIndex::upload_to(device, pair.index(), memory)

@@ -22,7 +22,7 @@ import torch
 import tpde
 import tpde.nn
 from tpde.nn import _capture, _prefetch
-from tpde._tensor import Entry
+from tpde._memory.tensor import Entry
 
 Clock = dict[int, int]
 CPU = torch.device("cpu")

@@ -18,7 +18,9 @@ import torch
 import tpde
 import tpde.slices
 import tpde.torch
-from tpde import _device, _open, _slices, _state, _torch_memory, _tpde
+from tpde import _tpde
+from tpde._engine import device as _device, reader as _reader, state as _state
+from tpde._memory import slices as _slices, torch_tensors as _torch_memory
 
 IS_USED = "TPDE_STAND_IN" in os.environ
 DEVICE = torch.device("cuda", 0)
@@ -185,7 +187,7 @@ def install() -> Driver:
         tensor = driver.empty(shape, _torch_memory.dtype_of(dtype))
         return tensor, (name, dtype, shape, tensor.data_ptr(), tensor.nbytes, tensor)
 
-    for module in (_open, _slices, _state, tpde.slices):
+    for module in (_reader, _slices, _state, tpde.slices):
         vars(module)["device_of"] = lambda values: DEVICE if any(map(driver.has, values)) else None
     vars(_torch_memory).update(describe=described, columns_of=columns, check_device=torch.device)
     _torch_memory.TorchAllocator.empty = allocated  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ class FakePair(tpde.torch.DevicePair):
         self._device = self._raw = self
         self.queued = 0.0
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        monkeypatch.setattr(tpde._state, "device_of", lambda _: torch.device("cpu"))
+        monkeypatch.setattr(tpde._engine.state, "device_of", lambda _: torch.device("cpu"))
 
     torch = torch.device("cpu")
     cuda_stream = 0
@@ -175,7 +175,7 @@ class TestAgain:
     def test_a_base_or_results_of_which_a_storage_was_resized(self, pair: FakePair, made: Made) -> None:
         base, tensors = tensors_of(made.base_bytes), tensors_of(made.base_bytes)
         assert tpde.torch.apply_(tensors, pair, base=base) == "applied"
-        reader = tpde._open.Reader(made.pair, base, "pt")
+        reader = tpde._engine.reader.Reader(made.pair, base, "pt")
         reader.device, reader.on_device, reader.on_device_is_kept = torch.device("cpu"), pair, True
         assert raw_of(reader.read(list(reader.entries))) == made.target_bytes
         base["embed.weight"].untyped_storage().resize_(5)
@@ -199,7 +199,7 @@ class TestAgain:
         ids=["storage", "offset", "strides", "shape", "memory", "memory and dtype", "dtype", "sign", "class"],
     )
     def test_every_change_of_a_tensor_is_seen(self, changed: object) -> None:
-        from tpde import _torch_memory
+        from tpde._memory import torch_tensors as _torch_memory
 
         tensors = {"other": torch.ones(3), "weight": torch.zeros(50)[2:].narrow(0, 0, 20).view(5, 4)}
         snapshot = _torch_memory.StateSnapshot(tensors)
@@ -226,7 +226,7 @@ class TestAgain:
 
     def test_load(self, pair: FakePair, made: Made) -> None:
         base = tensors_of(made.base_bytes)
-        reader = tpde._open.Reader(made.pair, base, "pt")
+        reader = tpde._engine.reader.Reader(made.pair, base, "pt")
         reader.device, reader.on_device, reader.on_device_is_kept = torch.device("cpu"), pair, True
         assert raw_of(reader.read()) == made.target_bytes and pair.plans == 1
         loaded = [tpde.torch.load_file(pair, base=base) for _ in range(3)]

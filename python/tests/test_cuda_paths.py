@@ -23,7 +23,8 @@ import tpde.store  # noqa: E402
 import tpde.torch  # noqa: E402 (needs torch)
 from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
 from test_torch import tensors_of  # noqa: E402
-from tpde import _device, _state, _tpde  # noqa: E402
+from tpde import _tpde  # noqa: E402
+from tpde._engine import device as _device, state as _state  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")

@@ -20,8 +20,8 @@ torch = importlib.import_module("torch") if "TPDE_GPU" in os.environ else pytest
 import tpde.nn  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
 from stand_in import DEVICE, IS_USED, raw, to_device  # noqa: E402
-from tpde._tensor import Entry  # noqa: E402
-from tpde._slices import describe_slices  # noqa: E402
+from tpde._memory.tensor import Entry  # noqa: E402
+from tpde._memory.slices import describe_slices  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")
@@ -179,7 +179,7 @@ class TestSlices:
 
     @pytest.mark.parametrize("is_early", [False, True])
     def test_payloads_of_a_path_are_read_before_the_launch(self, cut: Cut, tmp_path: Path, is_early: bool) -> None:  # noqa: F811
-        from tpde._device import Application, DevicePair
+        from tpde._engine.device import Application, DevicePair
 
         for ending in ("index", "blob"):
             (tmp_path / f"pair.tpde-{ending}").write_bytes(Path(f"{cut.pair}.tpde-{ending}").read_bytes())
@@ -444,7 +444,7 @@ class TestSteps:
         assert same(live, {"a": versions[0]["a"], "b": versions[2]["b"]})
 
     def test_scratch_memory_is_what_the_caller_allows(self, chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-        from tpde._device import Device
+        from tpde._engine.device import Device
 
         taken: list[int] = []
         device = type(Device.of(DEVICE))

@@ -23,7 +23,7 @@ from test_sync import Loaded, Small, Trainer, weights_of  # noqa: E402
 
 import tpde.slices  # noqa: E402
 import tpde.sync  # noqa: E402
-from tpde import _device  # noqa: E402
+from tpde._engine import device as _device  # noqa: E402
 
 has_device = IS_USED or "TPDE_GPU" in os.environ or torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not has_device, reason="SKIPPED: PyTorch shows no CUDA device here")

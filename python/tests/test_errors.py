@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tpde
-from tpde import _errors
+from tpde._core import errors as _errors
 
 CODES = list(_errors._CLASSES)
 

@@ -105,7 +105,7 @@ def parameters(function: Any, kind: Any) -> list[str]:
 def options_of(function: Any) -> list[str]:
     """The options of encoding that a function takes."""
     kinds = [re.fullmatch(r"Unpack\[(\w+)\]", str(one.annotation)) for one in inspect.signature(function).parameters.values()]
-    return [name for kind in kinds if kind for name in getattr(tpde._options, kind[1]).__annotations__]
+    return [name for kind in kinds if kind for name in getattr(tpde._core.options, kind[1]).__annotations__]
 
 
 def test_there_are_at_most_ninety_public_names() -> None:

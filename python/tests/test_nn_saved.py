@@ -22,7 +22,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state  # noqa: E402
 import tpde.nn  # noqa: E402
 import tpde.sync  # noqa: E402
 from quantised import Resident, base_of, finetune_of  # noqa: E402
-from tpde._torch_memory import ReadOnly  # noqa: E402
+from tpde._memory.torch_tensors import ReadOnly  # noqa: E402
 
 Made = tuple[Deep, Deep, Path]
 UP = "blocks.0.up.weight"

@@ -12,7 +12,7 @@ import pytest
 CODE = """
 import sys
 sys.modules["torch"] = None
-from tpde._scratch import scratch
+from tpde._core.scratch import scratch
 import tempfile
 folder = tempfile.TemporaryDirectory(dir=scratch())
 open(folder.name + "/file", "w").write("x")

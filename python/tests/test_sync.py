@@ -23,7 +23,7 @@ from test_recorder import Repacking, same  # noqa: E402
 
 import tpde.slices  # noqa: E402
 import tpde.sync  # noqa: E402
-from tpde import _application  # noqa: E402
+from tpde._engine import application as _application  # noqa: E402
 
 
 class Small(loaders.Model):

@@ -257,7 +257,7 @@ class TestApply:
         assert not whole[0].any() and not whole[2].any()
 
     def test_tensors_looked_at_together_are_what_each_is_alone(self, tmp_path: Path) -> None:
-        from tpde import _torch_memory
+        from tpde._memory import torch_tensors as _torch_memory
 
         tensors = {
             "plain": torch.randn(4, 6),
@@ -552,5 +552,5 @@ class TestModules:
             Own(2, 2),
         ):
             named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-            found = tpde._open.state_of(module)
+            found = tpde._engine.reader.state_of(module)
             assert list(found) == [name for name, _ in named] and all(found[name].data_ptr() == t.data_ptr() for name, t in named)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import tpde.slices  # noqa: E402 (needs torch)
 import tpde.torch  # noqa: E402
-from tpde._names import renamed  # noqa: E402
+from tpde._core.names import renamed  # noqa: E402
 
 PREFIXES = ["_orig_mod.", "module.", "base_model.model.", "module._orig_mod.", "_orig_mod.module."]
 

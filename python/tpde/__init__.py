@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._errors import (
+from ._core.errors import (
     AlreadyApplied,
     BadCheckpoint,
     DeviceError,
@@ -48,10 +48,21 @@ from ._errors import (
     WrongBase,
     former,
 )
-from ._merge import MergeReport, fold, merge, revert, subset
-from ._open import SafeSlice, safe_open
-from ._paths import ApplyReport, EncodeReport, Inspection, TensorReport, UnusedBase, VerifyReport, apply, encode, inspect, verify
-from ._slices import Slice
+from ._engine.reader import SafeSlice, safe_open
+from ._files.merge import MergeReport, fold, merge, revert, subset
+from ._files.paths import (
+    ApplyReport,
+    EncodeReport,
+    Inspection,
+    TensorReport,
+    UnusedBase,
+    VerifyReport,
+    apply,
+    encode,
+    inspect,
+    verify,
+)
+from ._memory.slices import Slice
 from ._tpde import __version__
 
 __all__ = [

@@ -3,9 +3,9 @@ from os import PathLike
 from typing import Any, TypeVar, Union
 
 _Path = Union[str, PathLike[str]]
-# Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place: `_tensor.Memory`.
+# Name, dtype, dims, address, size in bytes, and an owner that keeps the memory in place: `_memory.tensor.Memory`.
 _Memory = tuple[str, str, list[int], int, int, Any]
-# With the first index and the number of indexes in each dim, and the distance between rows in bytes: `_tensor.SliceMemory`.
+# With the first index and the number of indexes in each dim, and the distance between rows in bytes: `_memory.tensor.SliceMemory`.
 _SliceMemory = tuple[_Memory, list[int], list[int], int | None]
 
 # Memory of whole tensors, described by columns.

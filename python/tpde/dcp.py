@@ -30,7 +30,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import storage as _storage
@@ -54,22 +54,19 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _tpde
-from ._arguments import check_kinds, check_needed
-from ._errors import InvalidArgument, StoreError, make_error
-from ._memory import check_writable, describe
-from ._merge import merge
-from ._options import ShardOptions, checked
-from ._paths import StrPath, path_or_none
-from ._scratch import scratch
-from ._slices import Slice, describe_saved, describe_slices
-from ._tensor import Entry
-from ._torch_memory import dtype_of, has_name
+from ._core.arguments import check_kinds, check_needed
+from ._core.errors import InvalidArgument, StoreError, make_error
+from ._core.options import ShardOptions, Unpack, checked
+from ._core.scratch import scratch
+from ._files.merge import merge
+from ._files.paths import StrPath, path_or_none
+from ._memory.arrays import check_writable, describe
+from ._memory.slices import Slice, describe_saved, describe_slices
+from ._memory.tensor import Entry
+from ._memory.torch_tensors import dtype_of, has_name
 from .slices._cuts import index_of
 from .slices._model import memory_range
 from .store import Store, Version, have_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["StorageReader", "StorageWriter"]
 

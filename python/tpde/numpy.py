@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _state
-from ._application import Mode, Outcome, SlicesApplication
-from ._options import EncodeOptions, checked
-from ._paths import Digest, EncodeReport, StrPath
-from ._progress import Progress
-from ._slices import Slice
+from ._core.options import EncodeOptions, Unpack, checked
+from ._core.progress import Progress
+from ._engine import state as _state
+from ._engine.application import Mode, Outcome, SlicesApplication
+from ._files.paths import Digest, EncodeReport, StrPath
+from ._memory.slices import Slice
 
 if TYPE_CHECKING:
     import numpy
-    from typing_extensions import Unpack
 
 __all__ = ["apply_", "apply_slices_", "load_file", "save_file"]
 

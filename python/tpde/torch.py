@@ -17,26 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
+from typing import Any, Literal, NamedTuple, Union
 
 import torch
+from torch import nn
 
-from . import _state
-from ._application import Mode, Outcome, SlicesApplication
-from ._arguments import check_needed
-from ._device import DevicePair
-from ._encoder import Encoder, Encoding
-from ._open import Reader
-from ._options import EncodeOptions, checked
-from ._paths import Digest, EncodeReport, StrPath
-from ._progress import Progress
-from ._slices import Slice
-from ._tensor import Entry
-from ._torch_memory import INTEGERS, dtype_of, storages_of, values_of
-
-if TYPE_CHECKING:
-    from torch import nn
-    from typing_extensions import Unpack
+from ._core.arguments import check_needed
+from ._core.options import EncodeOptions, Unpack, checked
+from ._core.progress import Progress
+from ._engine import state as _state
+from ._engine.application import Mode, Outcome, SlicesApplication
+from ._engine.device import DevicePair
+from ._engine.encoder import Encoder, Encoding
+from ._engine.reader import Reader
+from ._files.paths import Digest, EncodeReport, StrPath
+from ._memory.slices import Slice
+from ._memory.tensor import Entry
+from ._memory.torch_tensors import INTEGERS, dtype_of, storages_of, values_of
 
 __all__ = [
     "CheckpointWeightPatch",
@@ -52,7 +49,7 @@ __all__ = [
 ]
 
 State = Mapping[str, torch.Tensor]
-Base = Union[StrPath, State, "nn.Module", None]
+Base = Union[StrPath, State, nn.Module, None]
 Pair = Union[StrPath, DevicePair]
 #: A pair, or the pairs of a chain in the order in which they are applied.
 Pairs = Union[Pair, list[Pair], tuple[Pair, ...]]

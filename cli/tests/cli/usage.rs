@@ -238,7 +238,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
     let page = fs::read_to_string(place.path("pages/tpde-encode.1")).unwrap().replace('\\', "");
     let (help, summary) = (place.ok("encode --help").out, place.ok("encode -h").out);
     let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
-    let (guide, python, options) = (read("docs/cli.md"), read("python/tpde/_paths.py"), read("src/encode/options.rs"));
+    let (guide, python, options) = (read("docs/cli.md"), read("python/tpde/_files/paths.py"), read("src/encode/options.rs"));
     let codecs = CodecChoice::ALL.iter().map(|choice| ("--codec", choice.name(), choice.job(), *choice == CodecChoice::default()));
     let favors = Favor::ALL.iter().map(|favor| ("--favor", favor.name(), favor.job(), *favor == Favor::default()));
     let mut rows = Vec::new();
@@ -253,7 +253,7 @@ fn help_documents_and_docstrings_say_the_same_of_what_codecs_and_favors_are_for(
         assert!(guide.contains(&format!("| `{option} {name}` | {job}{default} |")), "{option} {name} in docs/cli.md");
         let documented = options.contains(&format!("    /// {job}\n")) || Codec::ALL.iter().any(|codec| codec.name() == name);
         assert!(documented, "{name} in src/encode/options.rs");
-        assert!(python.contains(&format!("- ``\"{name}\"``: {job}\n")), "{name} in python/tpde/_paths.py");
+        assert!(python.contains(&format!("- ``\"{name}\"``: {job}\n")), "{name} in python/tpde/_files/paths.py");
     }
     assert!(rows.windows(2).all(|rows| rows[0] + 1 == rows[1]), "one table: {help}");
 }

@@ -17,14 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._arguments import check_kinds, check_needed
-from .._device import DevicePair
-from .._errors import InvalidArgument, and_more
-from .._open import Reader, state_of
-from .._paths import Digest, StrPath, check_digest, open_pair
-from .._progress import Progress, check_progress
-from .._tensor import Entry
-from .._torch_memory import check_device, dtype_of
+from .._core.arguments import check_kinds, check_needed
+from .._core.errors import InvalidArgument, and_more
+from .._core.progress import Progress, check_progress
+from .._engine.device import DevicePair
+from .._engine.reader import Reader, state_of
+from .._files.paths import Digest, StrPath, check_digest, open_pair
+from .._memory.tensor import Entry
+from .._memory.torch_tensors import check_device, dtype_of
 from ._capture import Graph
 from ._graphed import Graphs
 from ._layer import JITCompressedLinear, add_checks, convert

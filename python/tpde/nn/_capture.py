@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from .. import _tpde
-from .._device import Device, copy_on
+from .._engine.device import Device, copy_on
 from ._rebuilt import ALIGN, compute
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules import module as _modules
 from torch.utils import _pytree
 
-from .._errors import InvalidArgument, TpdeError
+from .._core.errors import InvalidArgument, TpdeError
 from . import _operator
 from ._capture import Graph
 from ._fixed import ModelState, ObjectState, is_constant

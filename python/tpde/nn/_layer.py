@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._errors import InvalidArgument
-from .._torch_memory import ReadOnly, same_bits
+from .._core.errors import InvalidArgument
+from .._memory.torch_tensors import ReadOnly, same_bits
 from . import _operator
 from ._fixed import Counted
 from ._rebuilt import Weight

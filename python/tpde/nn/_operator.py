@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from .._errors import InvalidArgument
+from .._core.errors import InvalidArgument
 from ._rebuilt import Weight, outliving
 
 

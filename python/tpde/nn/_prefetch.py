@@ -26,13 +26,12 @@ from typing import NamedTuple, Optional
 import torch
 
 from .. import _tpde
-from .._device import Device, DevicePair, copy_on
-from .._errors import TpdeError
-from .._tensor import Entry, Memory
+from .._core.errors import TpdeError
+from .._engine.device import Device, DevicePair, copy_on
+from .._memory.tensor import Entry, Memory
 from ._capture import Capture, captured_linear
 from ._rebuilt import ALIGN, Weight, compute
 from ._slot import Failures, Ready, Slot
-
 
 #: Maximum number of other weights' chunks between the chunks of a group. Each of them needs 40 bytes of device memory.
 MOST_BETWEEN = 1024

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from .. import _tpde
-from .._errors import InvalidArgument
-from .._memory import describe
-from .._tensor import Entry, Memory
-from .._torch_memory import dtype_of
+from .._core.errors import InvalidArgument
+from .._memory.arrays import describe
+from .._memory.tensor import Entry, Memory
+from .._memory.torch_tensors import dtype_of
 from ._slot import EMPTY, Failures, Slot
 
 #: Alignment of scratch memory in bytes.

@@ -18,20 +18,21 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
-from .. import _errors
-from .._application import Outcome, SlicesApplication
-from .._arguments import check_kinds, check_needed
-from .._memory import check_writable, device_of
-from .._names import renamed
-from .._paths import Digest, Inspection, StrPath, inspect
-from .._progress import Progress
-from .._slices import Slice, device_of_slices
-from .._tensor import byte_shape, is_packed
-from .._torch_memory import dtype_of, same_bits
+from .._core import errors as _errors
+from .._core.arguments import check_kinds, check_needed
+from .._core.names import renamed
+from .._core.progress import Progress
+from .._engine.application import Outcome, SlicesApplication
+from .._files.paths import Digest, Inspection, StrPath, inspect
+from .._memory.arrays import check_writable, device_of
+from .._memory.slices import Slice, device_of_slices
+from .._memory.tensor import byte_shape, is_packed
+from .._memory.torch_tensors import dtype_of, same_bits
 from ..torch import _raise_versions_of_slices, apply_slices_
 from . import _map
 from ._contents import Elements, Refusal
@@ -40,9 +41,6 @@ from ._kept import Kept, keep
 from ._map import Piece, module_of
 from ._model import memory_range, parameters_of
 from ._recorder import record as _record
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["Elements", "Kept", "Map", "Piece", "Prepared", "Refusal", "Report", "apply_", "check", "cut", "prepare", "record"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._errors import NotRecorded, and_more
+from .._core.errors import NotRecorded, and_more
 from ._strides import MOST_RECTANGLES, Loop, NotRectangles, Placed, Region, Regions, merged, rectangles, regions, remaining
 
 #: Most names of tensors in a message.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, product
 from typing import Any
 
-from .._arguments import check_name
-from .._errors import InvalidArgument
-from .._slices import Slice
+from .._core.arguments import check_name
+from .._core.errors import InvalidArgument
+from .._memory.slices import Slice
 
 #: Rectangles of tensors, by name: first index and index behind the last one, per dim.
 Rectangles = Mapping[str, Iterable[tuple[slice, ...]]]

@@ -14,7 +14,7 @@ from typing import Any, Union
 import torch
 from torch.multiprocessing import reductions
 
-from .._errors import NotRecorded
+from .._core.errors import NotRecorded
 from ._contents import Contents, Refusal, Run, Target
 from ._model import is_wrapper, memory_range, storage_key, storage_of
 from ._strides import Origin, contiguous, follow, loops_of, merged

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .._errors import InvalidArgument, Poisoned, and_more, reason_of
-from .._slices import Slice
+from .._core.errors import InvalidArgument, Poisoned, and_more, reason_of
+from .._memory.slices import Slice
 from ._map import module_of
 
 

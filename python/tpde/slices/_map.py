@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._errors import InvalidArgument
-from .._slices import Slice
+from .._core.errors import InvalidArgument
+from .._memory.slices import Slice
 from ._contents import Copy, Elements, Refusal
 from ._model import memory_range
 from ._recorder import Recording

@@ -13,8 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._arguments import check_name
-from .._errors import InvalidArgument
+from .._core.arguments import check_name
+from .._core.errors import InvalidArgument
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _SCALARS = (str, bytes, int, float)

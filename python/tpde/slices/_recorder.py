@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._errors import NotRecorded, reason_of
+from .._core.errors import NotRecorded, reason_of
 from ._contents import Contents, Copy, Refusal
 from ._followed import UNSEEN, Known, Memory, Refused, is_of_loader, where
 from ._model import Placement, Snapshot, is_wrapper, memory_range, parameters_of, storage_key, storage_of

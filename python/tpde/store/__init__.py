@@ -22,21 +22,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import _tpde
-from .._arguments import check_kinds, check_needed, check_unicode
-from .._errors import InvalidArgument
-from .._index import rectangles_of
-from .._memory import describe_all
-from .._names import fitting, groups, rank_of
-from .._open import allocator_of
-from .._options import CodecOptions, PutOptions, checked
-from .._paths import StrPath, is_path, matching_names, path_of, path_or_none, report
-from .._progress import Progress, progress_callback
-from .._state import saved_of
-from ._versions import GcReport, PruneReport, RebuiltVersion, Usage, Version, VerifyReport
+from .._core.arguments import check_kinds, check_needed, check_unicode
+from .._core.errors import InvalidArgument
+from .._core.names import fitting, groups, matching_names, rank_of
+from .._core.options import CodecOptions, PutOptions, Unpack, checked
+from .._core.progress import Progress, progress_callback
+from .._engine.reader import allocator_of
+from .._engine.state import saved_of
+from .._files.paths import StrPath, is_path, path_of, path_or_none, report
+from .._memory.arrays import describe_all
+from .._memory.index import rectangles_of
+from ._versions import GcReport, PruneReport, RebuiltVersion, Usage, VerifyReport, Version
 
 if TYPE_CHECKING:
     from torch import nn
-    from typing_extensions import Unpack
 
 if not hasattr(_tpde, "Store"):
     raise ImportError("tpde was built without its feature `store`")

@@ -29,17 +29,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import nn
 
-from .. import _errors
-from .._arguments import check_kinds
-from .._merge import merge_expected
-from .._paths import inspect
-from .._scratch import scratch
-from .._version import Version
+from .._core import errors as _errors
+from .._core.arguments import check_kinds
+from .._core.scratch import scratch
+from .._core.version import Version
+from .._files.merge import merge_expected
+from .._files.paths import inspect
 from ..slices._cuts import Bucket, buckets
 from ..torch import Encoder, save_file
 from ._collective import Collective, Communicator, TorchGroup
@@ -49,9 +50,6 @@ from ._outcome import Clock, Sync
 from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, stored_of, written
 from ._source import Snapshot, Source, rank_failed
 from ._subscriber import Subscriber
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["Collective", "Communicator", "Folder", "Group", "Publisher", "Source", "Subscriber", "Sync", "TorchGroup"]
 

@@ -7,11 +7,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from .._device import SideStream
-from .._errors import reason_of
-from .._merge import merge_expected
-from .._paths import digest_of, inspect
-from .._scratch import scratch
+from .._core.errors import reason_of
+from .._core.scratch import scratch
+from .._engine.device import SideStream
+from .._files.merge import merge_expected
+from .._files.paths import digest_of, inspect
 from ..slices import Map, check
 from ..slices._kept import Kept
 from ._folder import Folder

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .._errors import BadCheckpoint, InvalidArgument, make_error, reason_of
-from .._torch_memory import check_device
+from .._core.errors import BadCheckpoint, InvalidArgument, make_error, reason_of
+from .._memory.torch_tensors import check_device
 
 
 class Collective(Protocol):

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from .._errors import BadCheckpoint, InvalidArgument, asked, make_error
-from .._paths import path_of
-from .._version import Version
+from .._core.errors import BadCheckpoint, InvalidArgument, asked, make_error
+from .._core.version import Version
+from .._files.paths import path_of
 from ..slices._cuts import Rectangles
 from ._records import check_answer, check_layout, check_record, check_subscriber, check_within, indices_of, plain_of
 

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .._arguments import check_kinds
-from .._errors import BadCheckpoint, InvalidArgument, SyncError, asked, make_error
-from .._scratch import scratch
-from .._version import Version
+from .._core.arguments import check_kinds
+from .._core.errors import BadCheckpoint, InvalidArgument, SyncError, asked, make_error
+from .._core.scratch import scratch
+from .._core.version import Version
 from ..slices._cuts import Rectangles
 from ._collective import Collective, Messages, check_collective
 from ._folder import Folder

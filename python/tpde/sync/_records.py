@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._errors import and_more, make_error
+from .._core.errors import and_more, make_error
 from ..slices._cuts import Rectangles
 
 #: Dtype and shape of each tensor of a version.

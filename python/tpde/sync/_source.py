@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import Any, TypeVar, Union
 
 import torch
+from torch import nn
 
-from .._arguments import check_name
-from .._errors import InvalidArgument, TpdeError, make_error, reason_of
-from .._index import rectangle
-from .._memory import describe
-from .._slices import Slice
-from .._torch_memory import check_device, has_name
+from .._core.arguments import check_name
+from .._core.errors import InvalidArgument, TpdeError, make_error, reason_of
+from .._memory.arrays import describe
+from .._memory.index import rectangle
+from .._memory.slices import Slice
+from .._memory.torch_tensors import check_device, has_name
 from ..slices._cuts import Bucket, Rectangles, grid, index_of, is_within, whole_of, within
 from ._collective import Messages, check_collective
 from ._records import Tensors
-
-if TYPE_CHECKING:
-    from torch import nn
 
 State = Union[Mapping[str, torch.Tensor], Iterable[Slice]]
 _Result = TypeVar("_Result")

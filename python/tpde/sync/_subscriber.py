@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import _errors
-from .._arguments import check_kinds, check_needed
-from .._device import DevicePair, SideStream
-from .._paths import open_pair
-from .._slices import device_of_slices
-from .._version import Version
-from ..slices import Loader, Map, prepare
-from ..slices import _map
+from .._core import errors as _errors
+from .._core.arguments import check_kinds, check_needed
+from .._core.version import Version
+from .._engine.device import DevicePair, SideStream
+from .._files.paths import open_pair
+from .._memory.slices import device_of_slices
+from ..slices import Loader, Map, _map, prepare
 from ..slices._kept import Kept
 from ..torch import apply_slices_
 from ._checker import Checker

@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from . import _tpde
-from ._arguments import check_kinds, check_needed
-from ._errors import InvalidArgument, Poisoned, TpdeError
-from ._memory import check_writable, places_of
-from ._open import bases, state_of
-from ._paths import Digest, check_digest, is_path, open_pair, path_of
-from ._progress import Progress, progress_callback
-from ._slices import checked, describe_slices, device_of_slices, is_slices
-from ._tensor import Entry, Memories
+from .. import _tpde
+from .._core.arguments import check_kinds, check_needed
+from .._core.errors import InvalidArgument, Poisoned, TpdeError
+from .._core.progress import Progress, progress_callback
+from .._files.paths import Digest, check_digest, is_path, open_pair, path_of
+from .._memory.arrays import check_writable, places_of
+from .._memory.slices import checked, describe_slices, device_of_slices, is_slices
+from .._memory.tensor import Entry, Memories
+from .reader import bases, state_of
 
 Outcome = Literal["applied", "already_applied", "nothing"]
 Mode = Literal["all_checked", "chunk_by_chunk"]
@@ -67,7 +67,7 @@ def opened_of(pair: Any, base: Any, expect: Digest | None) -> tuple[_tpde.Pair, 
 
 def on_device(device: Any, pair: Any, opened: _tpde.Pair, payloads: Any = "file") -> Any:
     """The opened pair on this device."""
-    from ._device import DevicePair
+    from .device import DevicePair
 
     if not isinstance(pair, DevicePair):
         return DevicePair._of_opened(pair, opened, device, payloads)
@@ -140,7 +140,7 @@ class SlicesApplication:
             raise InvalidArgument(f"the pair is on {device_pair.device}, the slices are on the CPU")
         self._is_kept = self._on_device is pair
         if is_planned and device is not None:
-            from ._device import Application
+            from .device import Application
 
             self._application = Application(self._on_device, self._memories, [], mode, digests=digests)
 

@@ -9,21 +9,21 @@ from functools import cached_property
 from itertools import compress
 from typing import Any
 
-from . import _tpde
-from ._arguments import check_kinds, check_name
-from ._errors import InvalidArgument, make_error
-from ._index import complete, selected
-from ._memory import NumPyAllocator, describe_each, device_of, together
-from ._paths import Digest, StrPath, check_digest, is_path, open_pair, path_of
-from ._progress import Progress, progress_callback
-from ._tensor import Entry, Memories, is_packed
+from .. import _tpde
+from .._core.arguments import check_kinds, check_name
+from .._core.errors import InvalidArgument, make_error
+from .._core.progress import Progress, progress_callback
+from .._files.paths import Digest, StrPath, check_digest, is_path, open_pair, path_of
+from .._memory.arrays import NumPyAllocator, describe_each, device_of, together
+from .._memory.index import complete, selected
+from .._memory.tensor import Entry, Memories, is_packed
 
 
 def allocator_of(framework: str, device: Any, *, as_integers: bool = False) -> tuple[Any, Any]:
     """The CUDA device that receives tensors, ``None`` for the CPU, and what allocates them there."""
     check_kinds(framework=framework, as_integers=as_integers)
     if framework in ("pt", "torch", "pytorch"):
-        from ._torch_memory import TorchAllocator, check_device
+        from .._memory.torch_tensors import TorchAllocator, check_device
 
         checked = check_device(device)
         return None if checked.type == "cpu" else checked, TorchAllocator(checked)
@@ -80,7 +80,7 @@ class Reader:
         return {entry.name: entry for entry in listed}
 
     def _open_on_device(self, pair: Any, expect: Digest | None, *, is_read_once: bool) -> None:
-        from ._device import DevicePair, Opening
+        from .device import DevicePair, Opening
 
         if is_read_once and not isinstance(pair, DevicePair):
             opening = Opening(pair, expect, self.device)

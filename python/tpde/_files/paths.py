@@ -7,17 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import Any, TypeVar, Union
 
-from . import _tpde
-from ._arguments import check_kinds
-from ._errors import InvalidArgument, make_error
-from ._options import EncodeOptions, checked
-from ._progress import Progress, progress_callback
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .. import _tpde
+from .._core.arguments import check_kinds
+from .._core.errors import InvalidArgument, make_error
+from .._core.names import matching_names
+from .._core.options import EncodeOptions, Unpack, checked
+from .._core.progress import Progress, progress_callback
 
 StrPath = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 #: A pair digest: 64 hexadecimal digits, or 32 bytes.
@@ -422,16 +419,3 @@ def digest_of(expect: Digest | None) -> bytes | None:
 def matching(pair: StrPath, digest: bytes | None, tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
     """Names of the tensors of a pair that match a pattern, one of several patterns, or a function of the name."""
     return matching_names([tensor.name for tensor in inspect(pair, expect=digest).tensors], tensors)
-
-
-def matching_names(names: Iterable[str], tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
-    """The names that match a pattern, one of several patterns, or a function of the name. Each pattern must match a name."""
-    if callable(tensors):
-        return {name for name in names if tensors(name)}
-    wanted: set[str] = set()
-    for pattern in [tensors] if isinstance(tensors, str) else tensors:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        if not found:
-            raise InvalidArgument(f"no tensor of the pair matches {pattern!r}")
-        wanted |= found
-    return wanted

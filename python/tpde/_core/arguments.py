@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ._errors import InvalidArgument
+from .errors import InvalidArgument
 
 
 def _is_flag(value: Any) -> bool:

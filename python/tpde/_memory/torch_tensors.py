@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from . import _tpde
-from ._errors import InvalidArgument, make_error
-from ._tensor import BITS, Memory, TORCH, as_expected, byte_shape, is_packed, no_memory, pitch_and_size
+from .. import _tpde
+from .._core.errors import InvalidArgument, make_error
+from .tensor import BITS, TORCH, Memory, as_expected, byte_shape, is_packed, no_memory, pitch_and_size
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH.items() if hasattr(torch, own)}
 if hasattr(torch, "float4_e2m1fn_x2"):

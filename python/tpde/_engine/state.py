@@ -10,17 +10,17 @@ from functools import cached_property
 from itertools import compress, islice
 from typing import Any, Union
 
-from . import _tpde
-from ._application import Mode, Outcome, apply_steps, on_device, opened_of, split_steps, told_if_written, unusable_after_errors
-from ._arguments import check_kinds, check_needed
-from ._errors import InvalidArgument, and_more
-from ._memory import check_writable, describe_all, describe_each, device_of, places_of
-from ._names import first_names, fitting, groups, prefix_of, rank_of, renamed
-from ._open import Reader, bases, state_of
-from ._paths import Digest, EncodeReport, StrPath, check_digest, is_path, new_pair_of, open_pair, path_of, report
-from ._progress import Progress, progress_callback
-from ._slices import Slice, checked, describe_saved, device_of_slices, is_slices
-from ._tensor import Entry, Memories
+from .. import _tpde
+from .._core.arguments import check_kinds, check_needed
+from .._core.errors import InvalidArgument, and_more
+from .._core.names import first_names, fitting, groups, prefix_of, rank_of, renamed
+from .._core.progress import Progress, progress_callback
+from .._files.paths import Digest, EncodeReport, StrPath, check_digest, is_path, new_pair_of, open_pair, path_of, report
+from .._memory.arrays import check_writable, describe_all, describe_each, device_of, places_of
+from .._memory.slices import Slice, checked, describe_saved, device_of_slices, is_slices
+from .._memory.tensor import Entry, Memories
+from .application import Mode, Outcome, apply_steps, on_device, opened_of, split_steps, told_if_written, unusable_after_errors
+from .reader import Reader, bases, state_of
 
 
 def load(
@@ -89,7 +89,7 @@ def save(
 def _fitting(
     target: Mapping[str, Any], base: Any, options: dict[str, Any], rank: Callable[[str], Any]
 ) -> tuple[Mapping[str, Any], dict[str, list[str]]]:
-    """Tensors of a state dict under the names that the base has. See :func:`_names.fitting`."""
+    """Tensors of a state dict under the names that the base has. See :func:`fitting`."""
     if not groups(target):
         return target, {}
     if isinstance(base, str):
@@ -103,7 +103,7 @@ def _encode_on(
     device: Any, encoder: Any, base_pair: StrPath | None, how: dict[str, Any]
 ) -> tuple[Callable[..., str], dict[str, Any]]:
     """The function that encodes on a CUDA device, and its arguments. ``base_pair`` is the pair of which the base is the target."""
-    from ._device import Device
+    from .device import Device
 
     on_device = Device.of(device)
     on_device.refuse_capture("encoding")
@@ -278,7 +278,7 @@ def _open(
     if is_path(base) or device is None or getattr(pair, "_pair", None) is not None:
         # The base in files goes with the files of the pair.
         return opened_of(pair if not is_path(base) else path_of(pair), base, expect)[0], None, None, None
-    from ._device import Opening
+    from .device import Opening
 
     opening = Opening(pair, expect, device)
     columns = opening.columns_of(tensors)

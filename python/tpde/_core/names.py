@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from ._errors import InvalidArgument
+from .errors import InvalidArgument
 
 
 def groups(tensors: Mapping[str, Any]) -> list[list[str]]:
@@ -144,3 +145,16 @@ def renamed(tensors: Mapping[str, T], names: Iterable[str]) -> Mapping[str, T]:
             )
         taken[found[0]] = name
     return {taken.get(own, own): tensor for own, tensor in tensors.items()} if taken else tensors
+
+
+def matching_names(names: Iterable[str], tensors: str | Iterable[str] | Callable[[str], bool]) -> set[str]:
+    """The names that match a pattern, one of several patterns, or a function of the name. Each pattern must match a name."""
+    if callable(tensors):
+        return {name for name in names if tensors(name)}
+    wanted: set[str] = set()
+    for pattern in [tensors] if isinstance(tensors, str) else tensors:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            raise InvalidArgument(f"no tensor of the pair matches {pattern!r}")
+        wanted |= found
+    return wanted

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Union
 
-from . import _tpde
-from ._errors import OutOfMemory, make_error
+from .. import _tpde
+from .._core.errors import OutOfMemory, make_error
 
 #: Bits per element.
 BITS = {

@@ -6,14 +6,15 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _tpde
-from ._arguments import check_kinds
-from ._errors import InvalidArgument
-from ._index import rectangles_of
-from ._options import FoldOptions, checked
-from ._paths import (
+from .. import _tpde
+from .._core.arguments import check_kinds
+from .._core.errors import InvalidArgument
+from .._core.options import FoldOptions, Unpack, checked
+from .._core.progress import Progress, progress_callback
+from .._memory.index import rectangles_of
+from .paths import (
     Digest,
     EncodeReport,
     StoredBytes,
@@ -27,10 +28,6 @@ from ._paths import (
     path_or_none,
     report,
 )
-from ._progress import Progress, progress_callback
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ._arguments import check_kinds, check_name
-from ._errors import InvalidArgument
+from .arguments import check_kinds, check_name
+from .errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+    Unpack = dict  # Python 3.10 has none, and annotations are not evaluated
 
 
 class CodecOptions(TypedDict, total=False):

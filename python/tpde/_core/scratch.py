@@ -11,7 +11,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from ._errors import asked
+from .errors import asked
 
 try:
     import fcntl

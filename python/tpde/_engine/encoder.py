@@ -5,22 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import torch
+from torch import nn
 
-from . import _state, _tpde
-from ._device import Device, SideStream
-from ._options import EncodeOptions, check_names, checked
-from ._paths import EncodeReport, StrPath, is_path
-from ._progress import Progress, progress_callback
-from ._slices import Slice
+from .. import _tpde
+from .._core.options import EncodeOptions, Unpack, check_names, checked
+from .._core.progress import Progress, progress_callback
+from .._files.paths import EncodeReport, StrPath, is_path
+from .._memory.slices import Slice
+from . import state
+from .device import Device, SideStream
 
-if TYPE_CHECKING:
-    from torch import nn
-    from typing_extensions import Unpack
-
-Tensors = Union[Mapping[str, torch.Tensor], "nn.Module", Iterable[Slice]]
+Tensors = Union[Mapping[str, torch.Tensor], nn.Module, Iterable[Slice]]
 
 
 class _SaveOptions(EncodeOptions, total=False):
@@ -77,7 +75,7 @@ class Encoder:
             Exception: Those of :func:`tpde.torch.save_file`.
         """
         how = checked(EncodeOptions, options)
-        return _state.save(
+        return state.save(
             tensors, path, base=base, options=how, replace=replace, progress=progress, encoder=self, base_pair=base_pair
         )
 
@@ -104,8 +102,8 @@ class Encoder:
         """
         check_names(_SaveOptions, how)
         self._device.refuse_capture("starting an encoding")
-        target = _state.held(tensors)
-        before = base if base is None or is_path(base) else _state.held(base)
+        target = state.held(tensors)
+        before = base if base is None or is_path(base) else state.held(base)
         side = SideStream(self.device)
         side.follow()
 

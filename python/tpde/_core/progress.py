@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any, Iterator, Union
 
-from ._errors import InvalidArgument
+from .errors import InvalidArgument
 
 #: ``None`` or ``False``: no progress. ``True``: a new tqdm bar; tqdm must be installed. A tqdm bar: that bar is updated. A
 #: callable: it is called with bytes done and bytes in total.

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import check_name
-from ._errors import InvalidArgument
-from ._index import rectangle
-from ._memory import describe, device_of, strides_of
-from ._tensor import Entry, SliceMemory, is_packed, pitch_and_size
+from .._core.arguments import check_name
+from .._core.errors import InvalidArgument
+from .arrays import describe, device_of, strides_of
+from .index import rectangle
+from .tensor import Entry, SliceMemory, is_packed, pitch_and_size
 
 
 @dataclass(frozen=True, eq=False)

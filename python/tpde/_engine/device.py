@@ -14,13 +14,14 @@ from typing import Any, Literal, TypeVar, Union
 
 import torch
 
-from . import _torch_memory, _tpde
-from ._arguments import check_kinds
-from ._errors import AlreadyApplied, DeviceError, InvalidArgument, OutOfMemory, make_error
-from ._paths import Digest, StrPath, digest_of, open_pair, path_of
-from ._progress import Progress, progress_callback
-from ._tensor import Entry, Memories, Memory, SliceMemory
-from ._torch_memory import StateSnapshot, check_device
+from .. import _tpde
+from .._core.arguments import check_kinds
+from .._core.errors import AlreadyApplied, DeviceError, InvalidArgument, OutOfMemory, make_error
+from .._core.progress import Progress, progress_callback
+from .._files.paths import Digest, StrPath, digest_of, open_pair, path_of
+from .._memory import torch_tensors
+from .._memory.tensor import Entry, Memories, Memory, SliceMemory
+from .._memory.torch_tensors import StateSnapshot, check_device
 
 #: Scratch memory in bytes for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB after
 #: PyTorch's rounding. The second value is for an index of more than 1 MiB, for which PyTorch allocates a block of 20 MiB.
@@ -275,7 +276,7 @@ class Opening:
     def columns_of(self, tensors: Mapping[str, Any]) -> _tpde.Columns | None:
         """The columns of tensors on the device."""
         items = list(tensors.items())  # once, because another thread may change the mapping
-        return _torch_memory.columns_of([name for name, _ in items], [tensor for _, tensor in items], self._device.torch)
+        return torch_tensors.columns_of([name for name, _ in items], [tensor for _, tensor in items], self._device.torch)
 
     def wait(self) -> tuple[_tpde.Pair, DevicePair | None]:
         """The pair, and the pair on the device, unless its index needs more memory."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ._errors import InvalidArgument, make_error
-from ._paths import matching_names
+from .._core.errors import InvalidArgument, make_error
+from .._core.names import matching_names
 
 
 def complete(index: Any, rank: int) -> list[Any]:

@@ -1,7 +1,7 @@
 """Tensors as passed to the Rust half: name, dtype, dims, address, size in bytes, and the object that owns the memory.
 
 Every tensor is checked here first: contiguous, little-endian, on the CPU or on the device of the call. PyTorch tensors are
-checked in `_torch_memory`, which is imported only if such a tensor is passed.
+checked in `torch_tensors`, which is imported only if such a tensor is passed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import _tpde
-from ._arguments import check_name
-from ._errors import InvalidArgument, TpdeError, make_error
-from ._tensor import BITS, ML_DTYPES, Memories, Memory, NUMPY, VIEWS, as_expected, byte_shape, is_packed, no_memory, pitch_and_size
+from .. import _tpde
+from .._core.arguments import check_name
+from .._core.errors import InvalidArgument, TpdeError, make_error
+from .tensor import BITS, ML_DTYPES, NUMPY, VIEWS, Memories, Memory, as_expected, byte_shape, is_packed, no_memory, pitch_and_size
 
 
 def is_torch(value: Any) -> bool:
@@ -38,9 +38,9 @@ def describe(
     ``has_rows``, it need not be contiguous: the size is then that from the first row to the last."""
     try:
         if is_torch(value):
-            from . import _torch_memory
+            from . import torch_tensors
 
-            return _torch_memory.describe(name, value, expected, device, writable=writable, has_rows=has_rows)
+            return torch_tensors.describe(name, value, expected, device, writable=writable, has_rows=has_rows)
         if str(device) != "cpu":
             raise InvalidArgument(f"tensor {name!r} is an array on the CPU, others are on {device}")
         return describe_array(name, value, expected, writable=writable, has_rows=has_rows)
@@ -94,9 +94,9 @@ def places_of(memories: Memories) -> list[tuple[str, int, int]]:
 def describe_each(outline: _tpde.Outline, values: list[Any], *, writable: bool = False, device: Any = "cpu") -> Memories:
     """Calls :func:`describe` for each tensor of the outline."""
     if values and is_torch(values[0]):
-        from . import _torch_memory
+        from . import torch_tensors
 
-        columns = _torch_memory.columns_of(outline.names(), values, device)
+        columns = torch_tensors.columns_of(outline.names(), values, device)
         described = None if columns is None else outline.plain(columns)
         if described is not None:
             return described
