@@ -1,12 +1,13 @@
 //! Tensors that are bound to a pair on a device.
 
-use crate::memory::{ExpectedTensor, Place, SliceMemory, UnownedTensors};
+use crate::memory::{Place, SliceMemory, UnownedTensors};
 use crate::pair;
 use crate::read_ahead::ReadAhead;
 use crate::run::Steering;
 use std::collections::HashMap;
 use std::sync::Arc;
 use tpde::{Apply, BaseKind, Error, Escaped, FileSource, Result, Tensor};
+use tpde_core::layout::{StridedLayout, relation};
 use tpde_cuda::{Binding, DeviceCheckpoint, DeviceIndex, DeviceSlice, Mode, TensorSlice};
 
 /// The tensors that a pair is bound to, or the slices of tensors.
@@ -67,35 +68,31 @@ impl BoundTensors {
     fn plain_bindings(&self) -> Option<Vec<Binding>> {
         let index = self.pair.index();
         let UnownedTensors::Plain { expected, places } = &self.tensors else { return None };
-        let entry =
-            |(one, &(address, size)): (&ExpectedTensor, &Place)| Some((index.tensor(one.entry?), (address as u64, size as u64)));
-        let entries = expected.iter().zip(places).map(entry).collect::<Option<Vec<_>>>()?;
-        let mut ranges: Vec<_> = entries.iter().filter(|(_, (_, size))| *size > 0).map(|(_, range)| *range).collect();
-        ranges.sort_unstable();
-        if ranges.windows(2).any(|pair| pair[1].0 - pair[0].0 < pair[0].1) {
-            return None;
-        }
+        let entries = expected.iter().map(|one| Some(index.tensor(one.entry?))).collect::<Option<Vec<_>>>()?;
+        let spans: Vec<_> = places.iter().map(|&(at, size)| StridedLayout::contiguous(at as u64, size as u64)).collect();
+        let first_of = relation(&spans).ok()?;
+        first_of.iter().enumerate().all(|(i, first)| i == *first).then_some(())?;
         let bases: HashMap<_, _> = match &self.base {
             UnownedTensors::Plain { expected, places } => {
                 expected.iter().zip(places).map(|base| (base.0.name.as_str(), base)).collect()
             }
             UnownedTensors::Slices(_) => HashMap::new(),
         };
-        let binding = |(tensor, memory): &(Tensor<'_>, (u64, u64))| {
+        // SAFETY: as in `on_device`.
+        let memory = |&(address, size): &Place| unsafe { DeviceSlice::from_raw(address as u64, size as u64) };
+        let binding = |(tensor, place): (&Tensor<'_>, &Place)| {
             let source = match tensor.base_kind {
                 _ if self.mode != Mode::OutOfPlace || tensor.base_bytes() == 0 => None,
                 BaseKind::Same => {
-                    let (base, &(address, size)) = *bases.get(tensor.base_name)?;
+                    let (base, place) = *bases.get(tensor.base_name)?;
                     let is_alike = (base.dtype, base.shape.as_deref()) == (tensor.dtype, Some(tensor.whole_shape()));
-                    // SAFETY: as in `on_device`.
-                    Some(is_alike.then(|| unsafe { DeviceSlice::from_raw(address as u64, size as u64) })?)
+                    Some(is_alike.then(|| memory(place))?)
                 }
                 _ => return None,
             };
-            // SAFETY: as in `on_device`.
-            Some(Binding::out_of_place(tensor.place, source, unsafe { DeviceSlice::from_raw(memory.0, memory.1) }))
+            Some(Binding::out_of_place(tensor.place, source, memory(place)))
         };
-        entries.iter().map(binding).collect()
+        entries.iter().zip(places).map(binding).collect()
     }
 
     /// Checks dtypes and trailing dims of the bases of tensors.

@@ -91,6 +91,20 @@ class TestApplyPaths:
                     tpde.torch.apply_({"a": shared, "b": shared}, tmp_path / "pair")
                 assert raw(shared) == base["a"].numpy().tobytes()
 
+    def test_tensors_in_one_memory(self, tmp_path: Path) -> None:
+        """Neighbours are changed. Those that have bytes in common are refused, for each order in memory."""
+        base = {name: torch.zeros(100, 64) for name in ("a", "b")}
+        target = {"a": torch.ones(100, 64), "b": torch.full((100, 64), 2.0)}
+        tpde.torch.save_file(target, tmp_path / "pair", base=base)
+        both = to_device(torch.zeros(200, 64))
+        assert tpde.torch.apply_({"a": both[100:], "b": both[:100]}, tmp_path / "pair") == "applied"
+        assert raw(both) == torch.cat([target["b"], target["a"]]).numpy().tobytes()
+        both = to_device(torch.zeros(199, 64))
+        for tensors in ({"a": both[99:], "b": both[:100]}, {"a": both[:100], "b": both[99:]}):
+            with pytest.raises(tpde.InvalidArgument, match="a part of their memory"):
+                tpde.torch.apply_(tensors, tmp_path / "pair")
+        assert not any(raw(both))
+
     @pytest.mark.parametrize("kind", ["other rows", "no base", "renamed", "several names"])
     def test_bases_of_other_kinds(self, kind: str, tmp_path: Path) -> None:
         base = {"a": torch.arange(6400.0).view(100, 64), "b": torch.zeros(30)}
