@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any, Union
 
 import torch
@@ -125,18 +125,19 @@ class Encoding:
     """
 
     def __init__(self, work: Work, progress: Progress) -> None:
-        self._outcome = _Outcome()
+        self._outcome, self._is_cancelled = Future[EncodeReport](), threading.Event()
         # The thread has no reference to the handle, so that the handle can be dropped.
-        self._thread = threading.Thread(target=_run, args=(self._outcome, work, progress), name="tpde-encode")
+        of = self._outcome, self._is_cancelled, work, progress
+        self._thread = threading.Thread(target=_run, args=of, name="tpde-encode")
         self._thread.start()
 
     def is_done(self) -> bool:
         """Whether the encoding has ended. Then :meth:`wait` returns at once."""
-        return self._outcome.has_ended.is_set()
+        return self._outcome.done()
 
     def cancel(self) -> None:
         """Ask the encoding to end. It ends within about 50 ms, or is complete before."""
-        self._outcome.is_cancelled = True
+        self._is_cancelled.set()
 
     def wait(self) -> EncodeReport:
         """Wait until the pair is complete. An exception of a signal handler, such as ``KeyboardInterrupt``, cancels the encoding, and
@@ -147,21 +148,18 @@ class Encoding:
             Exception: Those of :meth:`tpde.torch.Encoder.save_file`.
         """
         try:
-            self._outcome.has_ended.wait()
+            self._outcome.exception()
         except BaseException:
             self.close()
             raise
-        if self._outcome.error is not None:
-            raise self._outcome.error
-        assert self._outcome.report is not None
-        return self._outcome.report
+        return self._outcome.result()
 
     def close(self) -> None:
         """Cancel the encoding, and wait until it has ended."""
         self.cancel()
         # The last reference may be dropped in any thread.
         if self._thread is not threading.current_thread():
-            self._outcome.has_ended.wait()
+            self._outcome.exception()
 
     def __enter__(self) -> Encoding:
         return self
@@ -174,20 +172,9 @@ class Encoding:
             self.close()
 
 
-class _Outcome:
-    """What the thread of an encoding and its handle share."""
-
-    def __init__(self) -> None:
-        self.is_cancelled = False
-        #: The end is not seen by joining the thread: a thread whose ``join`` is interrupted counts as ended in some versions of Python.
-        self.has_ended = threading.Event()
-        self.report: EncodeReport | None = None
-        self.error: BaseException | None = None
-
-
-def _run(outcome: _Outcome, work: Work, progress: Progress) -> None:
+def _run(outcome: Future[EncodeReport], is_cancelled: threading.Event, work: Work, progress: Progress) -> None:
     def check() -> None:
-        if outcome.is_cancelled:
+        if is_cancelled.is_set():
             raise CancelledError("the encoding was cancelled")
 
     try:
@@ -201,10 +188,11 @@ def _run(outcome: _Outcome, work: Work, progress: Progress) -> None:
                 if callback is not None:
                     callback(done, total)
 
-            outcome.report = work(told)
+            report = work(told)
     except BaseException as error:
-        outcome.error = error
-    finally:
         # The traceback of an error refers to this frame, which would keep the tensors.
         del work
-        outcome.has_ended.set()
+        outcome.set_exception(error)
+    else:
+        del work
+        outcome.set_result(report)
