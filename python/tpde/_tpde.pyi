@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeVar, Union
 
@@ -40,7 +40,7 @@ def encode_memory(
     progress: _Progress | None,
 ) -> str: ...
 def fold(
-    pairs: list[_PairName],
+    pairs: Sequence[_PairName],
     path: _Path,
     *,
     base: _Path | None,
@@ -51,11 +51,11 @@ def fold(
     progress: _Progress | None,
 ) -> str: ...
 def apply(
-    pairs: list[_PairName], path: _Path, *, base: _Path | None, wanted: set[str] | None, replace: bool, progress: _Progress | None
+    pairs: Sequence[_PairName], path: _Path, *, base: _Path | None, wanted: set[str] | None, replace: bool, progress: _Progress | None
 ) -> str: ...
 def verify(pair: _PairName, *, base: _Path | None, target: _Path | None, no_base: bool, progress: _Progress | None) -> str: ...
 def merge(
-    pairs: list[_PairName],
+    pairs: Sequence[_PairName],
     path: _Path,
     *,
     wanted: set[str] | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -82,26 +81,25 @@ def merge(
     """
     if is_path(pairs):
         raise InvalidArgument(f"pairs is the path {pairs!r}: expected several")
-    names: list[tuple[str | os.PathLike[str], bytes | None]] = [(path_of(pair), None) for pair in pairs]
-    return merge_expected(names, path, files=files, payload_digests=payload_digests, replace=replace, progress=progress)
+    how: Any = {"files": files, "payload_digests": payload_digests, "replace": replace}
+    return merge_expected([(pair, None) for pair in pairs], path, progress, **how)
 
 
 def merge_expected(
-    names: list[tuple[str | os.PathLike[str], bytes | None]],
+    pairs: Iterable[tuple[StrPath, bytes | None]],
     path: StrPath,
-    *,
-    files: bool = True,
-    payload_digests: bool = False,
-    replace: bool = False,
     progress: Progress = None,
+    *,
+    verb: str = "merge",
+    wanted: set[str] | None = None,
+    parts: dict[str, list[tuple[list[int], list[int]]]] | None = None,
+    **flags: bool,
 ) -> MergeReport:
-    """Like :func:`merge`, of pairs that must have these digests."""
-    path = path_of(path)
-    with progress_callback(progress, "merge") as callback:
-        text = _tpde.merge(
-            names, path, wanted=None, parts={}, files=files, payload_digests=payload_digests, replace=replace, progress=callback
-        )
-    return report(MergeReport, text)
+    """Like :func:`merge` and :func:`subset`, of pairs that must have these digests."""
+    names = [(path_of(pair), digest) for pair, digest in pairs]
+    how: Any = {"files": True, "payload_digests": False, "replace": False, **flags, "wanted": wanted, "parts": parts or {}}
+    with progress_callback(progress, verb) as callback:
+        return report(MergeReport, _tpde.merge(names, path_of(path), **how, progress=callback))
 
 
 def subset(
@@ -144,7 +142,7 @@ def subset(
             part; or a file of the new pair is a file of ``pair``.
         SystemRefused, Invalid: As their names say. Nothing is written then.
     """
-    pair, path, digest = path_of(pair), path_of(path), digest_of(expect)
+    pair, digest = path_of(pair), digest_of(expect)
     check_kinds(parts=parts)
     if tensors is None and not parts:
         raise InvalidArgument("neither tensors nor parts: expected what the new pair has")
@@ -153,18 +151,10 @@ def subset(
     if parts:
         shapes = {one.name: one.part["whole"] if one.part else [*one.shape] for one in inspect(pair, expect=digest).tensors}
         rectangles = rectangles_of(parts, shapes)
-    with progress_callback(progress, "subset") as callback:
-        text = _tpde.merge(
-            [(pair, digest)],
-            path,
-            wanted=wanted | rectangles.keys(),
-            parts=rectangles,
-            files=files,
-            payload_digests=payload_digests,
-            replace=replace,
-            progress=callback,
-        )
-    return report(MergeReport, text)
+    how: Any = {"files": files, "payload_digests": payload_digests, "replace": replace}
+    return merge_expected(
+        [(pair, digest)], path, progress, verb="subset", wanted=wanted | rectangles.keys(), parts=rectangles, **how
+    )
 
 
 def fold(

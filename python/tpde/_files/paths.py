@@ -378,7 +378,7 @@ def open_pair(pair: StrPath, base: StrPath | None = None, expect: Digest | None 
     return _tpde.Pair(path_of(pair), path_or_none(base), digest_of(expect))
 
 
-def pair_names(pairs: StrPath | Iterable[StrPath], expect: Digest | None) -> list[tuple[str | os.PathLike[str], bytes | None]]:
+def pair_names(pairs: StrPath | Iterable[StrPath], expect: Digest | None) -> list[tuple[str, bytes | None]]:
     """Paths of pairs that are applied one after the other, at least one. The last one must have the digest ``expect``."""
     names = [path_of(pair) for pair in ([pairs] if is_path(pairs) else pairs)]  # type: ignore[union-attr,arg-type]
     if not names:
