@@ -217,16 +217,9 @@ class Store:
             InvalidArgument: A pattern matches no tensor, or a tensor has several rectangles, or one that is not within it.
             StoreError (no_version, unreachable), WrongBase: As their names say. There is no output then.
         """
-        check_kinds(parts=parts)
+        how = _reading(tensors, parts, have, cache)
         with progress_callback(progress, "get") as callback:
-            text = self._store.get(
-                _text(version, "version"),
-                path_of(path),
-                select=_selector(tensors, parts),
-                have=have_of(have),
-                cache=path_or_none(cache),
-                progress=callback,
-            )
+            text = self._store.get(_text(version, "version"), path_of(path), **how, progress=callback)
         return report(RebuiltVersion, text)
 
     def load(
@@ -261,7 +254,7 @@ class Store:
                 lacks the dtype of a tensor.
             StoreError (no_version, unreachable), WrongBase, OutOfMemory, DeviceError: As their names say.
         """
-        check_kinds(parts=parts)
+        how = _reading(tensors, parts, have, cache)
         target = allocator_of(framework, device, as_integers=as_integers)[0]
         allocator = allocator_of(framework, "cpu", as_integers=as_integers)[1]
         loaded: dict[str, Any] = {}
@@ -275,14 +268,7 @@ class Store:
             return slices
 
         with progress_callback(progress, "load") as callback:
-            text = self._store.load(
-                _text(version, "version"),
-                select=_selector(tensors, parts),
-                allocate=allocate,
-                have=have_of(have),
-                cache=path_or_none(cache),
-                progress=callback,
-            )
+            text = self._store.load(_text(version, "version"), allocate=allocate, **how, progress=callback)
         for pair, fault in report(RebuiltVersion, text).left_out.items():
             _log.warning("%s is damaged, and was not used: %s", pair, fault)
         return loaded if target is None else {name: loaded.pop(name).to(target) for name in list(loaded)}
@@ -442,17 +428,19 @@ def _put_arguments(
     }
 
 
-def _selector(
-    tensors: str | Iterable[str] | Callable[[str], bool] | None, parts: Mapping[str, Any] | None
-) -> Callable[[dict[str, list[int]]], dict[str, tuple[list[int], list[int]]]] | None:
-    """A function that returns origin and extent of what is selected of tensors of these shapes, by name. It may be called several times.
-    ``None`` if all are wanted."""
-    if tensors is None and not parts:
-        return None
+def _reading(
+    tensors: str | Iterable[str] | Callable[[str], bool] | None,
+    parts: Mapping[str, Any] | None,
+    have: Mapping[str, StrPath] | None,
+    cache: StrPath | None,
+) -> dict[str, Any]:
+    """What the Rust half needs to read a version. ``select`` may be called several times; ``None`` if all tensors are wanted."""
+    check_kinds(parts=parts)
     if tensors is not None and not isinstance(tensors, str) and not callable(tensors):
         tensors = tuple(tensors)  # an iterator gives its items once
 
     def select(shapes: dict[str, list[int]]) -> dict[str, tuple[list[int], list[int]]]:
+        """Origin and extent of what is selected of tensors of these shapes, by name."""
         names = set() if tensors is None else matching_names(shapes, tensors)
         selection = {name: ([0] * len(shapes[name]), shapes[name]) for name in names}
         for name, found in rectangles_of(parts or {}, shapes).items():
@@ -461,4 +449,5 @@ def _selector(
             selection[name] = found[0]
         return selection
 
-    return select
+    is_all = tensors is None and not parts
+    return {"select": None if is_all else select, "have": have_of(have), "cache": path_or_none(cache)}
