@@ -98,15 +98,7 @@ class Map:
             more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise _errors.NotRecorded(f"the loader does not write {lacking[0]}{more}", parameter=lacking[0].parameter)
         if self.refusals and not refused:
-            first = self.refusals[0]
-            more = f" ({len(self.refusals) - 1} more)" if len(self.refusals) > 1 else ""
-            raise _errors.NotRecorded(
-                f"{first}{more}",
-                operation=first.operation,
-                tensor=first.tensors[0] if first.tensors else None,
-                parameter=first.parameter,
-                where=first.where,
-            )
+            raise self.refusals[0]._error(f" ({len(self.refusals) - 1} more)" if len(self.refusals) > 1 else "")
 
     def bind(self, parameters: State | nn.Module) -> Map:
         """The same map of other parameters, such as those of the live model if the loader was recorded on another one.
@@ -362,12 +354,7 @@ class Prepared:
         self._second = kept.modules if kept is not None else []
         refused = [one for one in weights.refusals if one.parameter and module_of(one.parameter) not in self._second]
         if refused:
-            raise _errors.NotRecorded(
-                f"{refused[0]}. Map.keep keeps the base of its module",
-                operation=refused[0].operation,
-                parameter=refused[0].parameter,
-                where=refused[0].where,
-            )
+            raise refused[0]._error(". Map.keep keeps the base of its module")
         if kept is not None and reload is None:
             raise _errors.InvalidArgument("kept modules need the engine's loader: expected reload")
         _require_pieces(weights, kept)

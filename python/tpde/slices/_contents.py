@@ -33,6 +33,11 @@ class Refusal:
         at = f" at {self.where}" if self.where else ""
         return f"{self.operation}{of}{to}{at}: {self.reason}"
 
+    def _error(self, more: str = "", operation: str | None = None) -> NotRecorded:
+        """The refusal as an error, with more text. The error may be of a later operation."""
+        of = {"tensor": self.tensors[0] if self.tensors else None, "parameter": self.parameter}
+        return NotRecorded(f"{self}{more}", operation=operation or self.operation, where=self.where, **of)
+
 
 @dataclass(frozen=True)
 class Elements:

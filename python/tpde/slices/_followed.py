@@ -214,9 +214,7 @@ class Memory:
 
     def unreadable(self, operation: str, tensors: Iterable[torch.Tensor]) -> NotRecorded:
         """The error of a read of values that differ without data."""
-        refusal = self.refusal(operation, tensors, "the result depends on values")
-        tensor = refusal.tensors[0] if refusal.tensors else None
-        return NotRecorded(str(refusal), operation=operation, where=refusal.where, tensor=tensor)
+        return self.refusal(operation, tensors, "the result depends on values")._error()
 
     def refuse(self, memory: torch.Tensor, refusal: Refusal) -> None:
         """Refuses the parameters that have this memory, or what is read from it later."""

@@ -106,8 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in wrappers:
             if not is_traceable_wrapper_subclass(one) and self.memory.is_followed(one):
                 reason = f"it is of a {type(one).__name__}, which has operations of its own"
-                refusal = self.memory.refusal(_name_of(func), [one], reason)
-                raise NotRecorded(str(refusal), operation=refusal.operation, where=refusal.where)
+                raise self.memory.refusal(_name_of(func), [one], reason)._error()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         memory = self.memory
@@ -173,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not any(tensor.is_meta for tensor in tensors):
                 raise
             refusal = self.memory.refusal(_name_of(func), tensors, "it reads a parameter before it is written")
-            raise NotRecorded(f"{refusal} ({error})", operation=refusal.operation, where=refusal.where) from error
+            raise refusal._error(f" ({error})") from error
 
     def _copied(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """A copy of values in other memory; ``None`` if the values change, or are refused."""
@@ -280,12 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map(_on_meta, (args, kwargs))
             result = func(*args, **kwargs)
         except Exception as error:
-            raise NotRecorded(
-                f"{refusal}, and its result depends on values ({error})",
-                operation=name,
-                where=refusal.where,
-                tensor=refusal.tensors[0] if refusal.tensors else None,
-            ) from error
+            raise refusal._error(f", and its result depends on values ({error})", name) from error
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return result
         self.memory.refusals.append(refusal)
