@@ -47,7 +47,7 @@ from ._collective import Collective, Communicator, TorchGroup
 from ._folder import Folder
 from ._group import Group
 from ._outcome import Clock, Sync
-from ._records import check_tensors, check_within, digests_of, indices_of, message_of, plain_of, steps, stored_of, written
+from ._records import check_tensors, check_within, digests_of, files_of, indices_of, message_of, plain_of, steps, stored_of, written
 from ._source import Snapshot, Source, rank_failed
 from ._subscriber import Subscriber
 
@@ -313,7 +313,7 @@ class Publisher:
             if not whole and base_pair is not None and self._is_on_device:
                 # A group keeps the files of some versions only.
                 kept = self._channel.pair(base_pair)
-                if kept.with_name(kept.name + ".tpde-index").exists():
+                if files_of(kept)[0].exists():
                     known = {"base_pair": kept}
             # An attempt that failed may have left the pair behind. No record names it yet.
             save(path, replace=True, **known)

@@ -31,9 +31,7 @@ from .._core.version import Version
 from ..slices._cuts import Rectangles
 from ._collective import Collective, Messages, check_collective
 from ._folder import Folder
-from ._records import check_layout, indices_of, names_of
-
-_ENDINGS = (".tpde-index", ".tpde-blob")
+from ._records import check_layout, files_of, indices_of, names_of
 
 
 class Group(Folder):
@@ -289,8 +287,7 @@ class Group(Folder):
                 path.write_bytes(data)
 
     def _files(self, name: str) -> list[Path]:
-        path = self.pair(name)
-        return [path.with_name(path.name + ending) for ending in _ENDINGS]
+        return files_of(self.pair(name))
 
     def _only(self, rank: int) -> None:
         if self.rank != rank:

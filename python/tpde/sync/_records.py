@@ -14,9 +14,14 @@ from ..slices._cuts import Rectangles
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
+def files_of(path: Path) -> list[Path]:
+    """Index and blob of the pair of this name."""
+    return [path.with_name(path.name + ending) for ending in (".tpde-index", ".tpde-blob")]
+
+
 def message_of(path: Path) -> bytes:
     """A pair, for another rank."""
-    index, blob = (path.with_name(path.name + ending).read_bytes() for ending in (".tpde-index", ".tpde-blob"))
+    index, blob = (one.read_bytes() for one in files_of(path))
     return b"".join([len(index).to_bytes(8, "little"), index, blob])
 
 
