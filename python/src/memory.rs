@@ -1,6 +1,5 @@
 //! Tensors in memory that Python owns.
 
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -263,17 +262,6 @@ impl Tensors {
         };
         slices.iter_mut().for_each(|slice| slice.0.5 = None);
         slices
-    }
-
-    /// All tensors.
-    ///
-    /// # Errors
-    /// If they are slices.
-    pub fn into_whole(self) -> PyResult<Vec<Memory>> {
-        match self {
-            Self::Whole(tensors) => Ok(tensors),
-            Self::Slices(_) => Err(PyTypeError::new_err("expected whole tensors, found slices")),
-        }
     }
 
     /// The rectangles of slices, by name of the tensor.

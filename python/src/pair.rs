@@ -128,33 +128,37 @@ impl Pair {
         run(py, None, 0, |_| self.on_base(None, |base| Apply::new(&self.pair).base(base).metadata()))
     }
 
-    /// Rebuilds tensors into `outputs`. Each output has the name of its tensor.
+    /// Rebuilds tensors, each of which has its name in the pair, or slices of tensors.
     #[pyo3(signature = (outputs, *, base, digests, progress))]
     fn read(
         &self,
         py: Python<'_>,
-        outputs: Tensors,
+        mut outputs: Tensors,
         base: Option<Tensors>,
         digests: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let mut outputs = outputs.into_whole()?;
-        let once = each_memory_once(&self.pair, &outputs).map_err(|error| errors::to_python(py, &error))?;
-        let total = once.iter().map(|&i| outputs[i].range().len() as u64).sum();
+        let (once, total) = self.each_once(py, &outputs)?;
         run(py, progress, total, |steering| {
-            check_apart_from_base(outputs.iter(), base.as_ref())?;
+            check_apart_from_base(&outputs.memories(), base.as_ref())?;
             self.on_base(base.as_ref(), |base| {
+                let apply = Apply::new(&self.pair).base(base).digests(digests).watch(steering);
+                let tensors = match &mut outputs {
+                    // SAFETY: `check_apart_from_base` has checked that the base has none of this memory; `each_memory_once` that
+                    // no tensors overlap.
+                    Tensors::Whole(tensors) => unsafe { self.whole(tensors, &once) },
+                    Tensors::Slices(slices) => {
+                        // SAFETY: as above.
+                        return apply.to_slices(unsafe { self::slices(&self.pair, slices)? }).map(|_| ());
+                    }
+                };
                 let mut places = HashMap::new();
-                for (_, output) in outputs.iter_mut().enumerate().filter(|(i, _)| once.contains(i)) {
-                    let found = self.pair.index().find(output.name()).ok_or_else(|| unknown(output.name()))?;
-                    // SAFETY: `each_memory_once` has checked that outputs do not overlap, `check_apart_from_base` that none
-                    // overlaps a base.
-                    if places.insert(found.name, unsafe { output.bytes_mut() }).is_some() {
-                        return Err(Error::InvalidArgument(format!("tensor {} has two outputs", Escaped(found.name))));
+                for TensorMut { name, bytes } in tensors {
+                    if places.insert(name, bytes).is_some() {
+                        return Err(Error::InvalidArgument(format!("tensor {} has two outputs", Escaped(name))));
                     }
                 }
-                let apply =
-                    Apply::new(&self.pair).base(base).tensors(|name| places.contains_key(name)).digests(digests).watch(steering);
+                let apply = apply.tensors(|name| places.contains_key(name));
                 if self.pair.index().has_parts() {
                     let slices = places.into_iter().filter_map(|(name, bytes)| {
                         let whole = Rectangle::whole(self.pair.index().find(name)?.whole_shape());
@@ -165,27 +169,6 @@ impl Pair {
                 let names: Vec<_> = apply.selected().map(|tensor| tensor.name).collect();
                 let mut buffers: Vec<_> = names.iter().filter_map(|name| places.remove(*name)).collect();
                 apply.to_buffers(&mut buffers).map(|_| ())
-            })
-        })
-    }
-
-    /// Rebuilds slices of tensors.
-    #[pyo3(signature = (slices, *, base, digests, progress))]
-    fn read_slices(
-        &self,
-        py: Python<'_>,
-        slices: Vec<SliceMemory>,
-        base: Option<Tensors>,
-        digests: bool,
-        progress: Option<Py<PyAny>>,
-    ) -> PyResult<()> {
-        let total = slices.iter().map(SliceMemory::size).sum();
-        run(py, progress, total, |steering| {
-            check_apart_from_base(slices.iter().map(|slice| &slice.0), base.as_ref())?;
-            self.on_base(base.as_ref(), |base| {
-                // SAFETY: `check_apart_from_base` has checked that the base has none of this memory.
-                let slices = unsafe { self::slices(&self.pair, &slices)? };
-                Apply::new(&self.pair).base(base).digests(digests).watch(steering).to_slices(slices).map(|_| ())
             })
         })
     }
@@ -225,21 +208,14 @@ impl Pair {
     ) -> PyResult<bool> {
         let mut pairs: Vec<_> = before.iter().map(|pair| pair.get().shared()).collect();
         pairs.push(self.shared());
-        let once = match &tensors {
-            Tensors::Whole(tensors) => each_memory_once(&self.pair, tensors).map_err(|error| errors::to_python(py, &error))?,
-            Tensors::Slices(_) => HashSet::new(),
-        };
-        let total = match &tensors {
-            Tensors::Whole(tensors) => once.iter().map(|&i| tensors[i].range().len() as u64).sum(),
-            Tensors::Slices(_) => tensors.size(),
-        };
+        let (once, total) = self.each_once(py, &tensors)?;
         run(py, progress, total, |steering| {
             let chain = ApplyChain::new(pairs.iter().map(|pair| &**pair)).digests(digests).watch(steering);
             let alone = Apply::new(&self.pair).digests(digests).watch(steering);
             let outcome = match &mut tensors {
                 Tensors::Whole(tensors) => {
                     // SAFETY: there is no base, and the caller of the public function promises that nothing else uses the memory.
-                    let given = unsafe { self.each_once(tensors, &once) };
+                    let given = unsafe { self.whole(tensors, &once) };
                     if checked { chain.in_place(given) } else { alone.in_place(given, InPlace::ChunkByChunk) }
                 }
                 Tensors::Slices(slices) => {
@@ -269,9 +245,9 @@ fn has_same_target(a: &Tensor<'_>, b: &Tensor<'_>) -> bool {
 }
 
 /// Checks that outputs share no memory with the base, also not between rows: the library writes outputs while it reads the base.
-fn check_apart_from_base<'a>(outputs: impl Iterator<Item = &'a Memory>, base: Option<&Tensors>) -> Result<()> {
+fn check_apart_from_base(outputs: &[&Memory], base: Option<&Tensors>) -> Result<()> {
     let Some(base) = base else { return Ok(()) };
-    let (outputs, sources): (Vec<_>, Vec<_>) = (outputs.collect(), base.memories());
+    let sources = base.memories();
     let of_outputs: Vec<_> = outputs.iter().map(|memory| memory.span()).collect();
     let of_sources: Vec<_> = sources.iter().map(|memory| memory.span()).collect();
     let Some([output, source]) = first_shared(&of_outputs, &of_sources) else { return Ok(()) };
@@ -323,11 +299,19 @@ impl Pair {
         self.pair.clone()
     }
 
+    /// The whole tensors that [`each_memory_once`] gives, and the size of all elements that a call changes, in bytes.
+    fn each_once(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<(HashSet<usize>, u64)> {
+        let Tensors::Whole(whole) = tensors else { return Ok((HashSet::new(), tensors.size())) };
+        let once = each_memory_once(&self.pair, whole).map_err(|error| errors::to_python(py, &error))?;
+        let total = once.iter().map(|&i| whole[i].range().len() as u64).sum();
+        Ok((once, total))
+    }
+
     /// Tensors for writing: those that [`each_memory_once`] gave.
     ///
     /// # Safety
     /// No other slice of the memory may exist.
-    unsafe fn each_once<'a>(&'a self, tensors: &'a mut [Memory], once: &HashSet<usize>) -> Vec<TensorMut<'a>> {
+    unsafe fn whole<'a>(&'a self, tensors: &'a mut [Memory], once: &HashSet<usize>) -> Vec<TensorMut<'a>> {
         let given = (0..).zip(tensors).filter(|(i, _)| once.contains(i)).filter_map(|(_, tensor)| {
             let name = self.pair.index().find(tensor.name())?.name;
             // SAFETY: promised by the caller; `each_memory_once` has checked that these tensors do not overlap.

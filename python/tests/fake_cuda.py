@@ -284,7 +284,7 @@ class FakeModel:
     def plan(self, outputs: list[Any], base: list[Any], parts: list[tuple[int, Any]]) -> FakePlan:
         return FakePlan(self, outputs, base, [part for _, part in parts])
 
-    def _rebuild(self, outputs: list[Any], base: list[Any], progress: None) -> None:
+    def _apply(self, outputs: list[Any], base: list[Any], mode: str, progress: None) -> None:
         """Rebuilds a weight in new memory and waits for it."""
         fill(outputs[0][3], outputs[0][4], self.values[outputs[0][0]])
 

@@ -177,13 +177,13 @@ def test_a_pair_that_is_replaced_while_it_is_opened(made: Made, tmp_path: Path, 
         version = tensors_of(made.target_bytes)
         version["embed.weight"].view(torch.int16)[:, :columns] ^= 1
         versions.append(version)
-    columns_of = _device.Opening.columns_of
+    columns_of = _device._columns_of
 
-    def replaced(self: Any, tensors: Any) -> Any:
+    def replaced(tensors: Any, device: Any) -> Any:
         tpde.torch.save_file(versions[1], tmp_path / "pair", base=base, replace=True)
-        return columns_of(self, tensors)
+        return columns_of(tensors, device)
 
-    monkeypatch.setattr(_device.Opening, "columns_of", replaced)
+    monkeypatch.setattr(_device, "_columns_of", replaced)
     for _ in range(5):
         tpde.torch.save_file(versions[0], tmp_path / "pair", base=base, replace=True)
         tensors = moved(made.base_bytes)
@@ -197,10 +197,10 @@ def test_an_interruption_writes_nothing(where: str, made: Made, monkeypatch: pyt
         raise KeyboardInterrupt
 
     if where == "while the pair is opened":
-        monkeypatch.setattr(_device.Opening, "columns_of", interrupt)
+        monkeypatch.setattr(_device, "_columns_of", interrupt)
     else:
         monkeypatch.setattr(_state, "describe_each", interrupt)
-        monkeypatch.setattr(_device.Opening, "columns_of", lambda *_: None)
+        monkeypatch.setattr(_device, "_columns_of", lambda *_: None)
     tensors = moved(made.base_bytes)
     versions = [tensor._version for tensor in tensors.values()]
     with pytest.raises(KeyboardInterrupt):

@@ -72,16 +72,7 @@ def apply_(
     progress: Progress = None,
 ) -> Outcome:
     """Turn base arrays into target arrays in place. As :func:`tpde.torch.apply_`; read-only arrays are refused."""
-    return _state.apply_(
-        tensors,
-        pair,
-        mode=mode,
-        strict=strict,
-        expect=expect,
-        progress=progress,
-        to_inform=lambda *_: [],
-        inform=lambda _: lambda: None,
-    )
+    return _state.apply_(tensors, pair, mode=mode, strict=strict, expect=expect, progress=progress)
 
 
 def apply_slices_(
@@ -95,5 +86,4 @@ def apply_slices_(
 ) -> Outcome:
     """Turn slices of base arrays into slices of target arrays in place. As :func:`tpde.torch.apply_slices_`; read-only arrays are
     refused."""
-    how: Any = {"base": base, "mode": mode, "expect": expect}
-    return SlicesApplication(slices, pair, **how, on_written=lambda _: None).apply(progress)
+    return SlicesApplication(slices, pair, base=base, mode=mode, expect=expect).apply(progress)

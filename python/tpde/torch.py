@@ -15,8 +15,7 @@ you do not trust the author of a pair, call :func:`tpde.verify` with ``base`` be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
 import torch
@@ -33,7 +32,7 @@ from ._engine.reader import Reader
 from ._files.paths import Digest, EncodeReport, StrPath
 from ._memory.slices import Slice
 from ._memory.tensor import Entry
-from ._memory.torch_tensors import INTEGERS, dtype_of, storages_of, values_of
+from ._memory.torch_tensors import INTEGERS, dtype_of, values_of
 
 __all__ = [
     "CheckpointWeightPatch",
@@ -190,18 +189,8 @@ def apply_(
             written.
         DeviceError, OutOfMemory: There is no such device, it fails, or its memory does not suffice.
     """
-    return _state.apply_(
-        tensors,
-        pair,
-        base=base,
-        mode=mode,
-        strict=strict,
-        expect=expect,
-        progress=progress,
-        to_inform=_names_in_written_storages,
-        inform=_version_raiser,
-        scratch=scratch,
-    )
+    how: Any = {"base": base, "mode": mode, "strict": strict, "expect": expect, "scratch": scratch}
+    return _state.apply_(tensors, pair, **how, progress=progress)
 
 
 def apply_slices_(
@@ -249,34 +238,7 @@ def apply_slices_(
         Step, DeviceError, OutOfMemory: As for :func:`apply_`.
         Poisoned: See ``mode`` of :func:`apply_`, and ``base``.
     """
-    how: Any = {"base": base, "mode": mode, "expect": expect, "scratch": scratch}
-    return SlicesApplication(slices, pair, **how, on_written=_raise_versions_of_slices).apply(progress)
-
-
-def _raise_versions_of_slices(tensors: list[Any]) -> None:
-    """Increments the version counters of views, which are those of their parameters."""
-    _version_raiser([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])()
-
-
-def _names_in_written_storages(tensors: Mapping[str, Any], written: list[str]) -> list[str]:
-    """Names of all tensors in the storages of those that are written."""
-    storages = dict(zip(tensors, storages_of(list(tensors.values()))))
-    changed = {storages[name] for name in written} - {None}
-    return [name for name, storage in storages.items() if storage in changed]
-
-
-def _version_raiser(tensors: list[torch.Tensor]) -> Callable[[], None]:
-    """A function that increments the autograd version counter of each tensor once."""
-    # Tensors made in inference mode have no version counters.
-    return partial(_raise_versions, [one for one in {id(one): one for one in tensors}.values() if not one.is_inference()])
-
-
-def _raise_versions(tensors: list[torch.Tensor]) -> None:
-    try:
-        torch.autograd.graph.increment_version(tensors)
-    except (AttributeError, TypeError, RuntimeError):  # PyTorch before 2.6 takes a single tensor
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
+    return SlicesApplication(slices, pair, base=base, mode=mode, expect=expect, scratch=scratch).apply(progress)
 
 
 def iter_weights(

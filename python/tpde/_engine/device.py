@@ -7,9 +7,11 @@ current device and stream do not change.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar, Union
 
 import torch
@@ -20,7 +22,7 @@ from .._core.errors import AlreadyApplied, DeviceError, InvalidArgument, OutOfMe
 from .._core.progress import Progress, progress_callback
 from .._files.paths import Digest, StrPath, digest_of, open_pair, path_of
 from .._memory import torch_tensors
-from .._memory.tensor import Entry, Memories, Memory, SliceMemory
+from .._memory.tensor import Entry, Memories, SliceMemory
 from .._memory.torch_tensors import StateSnapshot, check_device
 
 #: Scratch memory in bytes for the changes of chunks. With it, all memory of a call besides payloads is at most 64 MiB after
@@ -94,11 +96,10 @@ class Device:
         return self._memory_of(self.stream(), bytes, what)
 
     def _memory_of(self, stream: torch.cuda.Stream, bytes: int, what: str) -> torch.Tensor:
+        make = partial(torch.empty, max(bytes, 1), dtype=torch.uint8, device=self.torch)
         try:
-            if not torch.is_inference_mode_enabled():
-                return on_stream(stream, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
-            with torch.inference_mode(mode=False):
-                return on_stream(stream, lambda: self.raw.beside_captures(lambda: self._empty(bytes)))
+            with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+                return on_stream(stream, partial(self.raw.beside_captures, make))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory on {self.torch} for {what}, {bytes} bytes", tensor=what, bytes=bytes) from error
 
@@ -116,9 +117,6 @@ class Device:
             return work(*arguments, **how)
 
         return call
-
-    def _empty(self, bytes: int) -> torch.Tensor:
-        return torch.empty(max(bytes, 1), dtype=torch.uint8, device=self.torch)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
@@ -195,19 +193,11 @@ def _address_and_bytes(tensor: torch.Tensor) -> tuple[int, int]:
 _Memories = Union[Memories, list[SliceMemory]]
 
 
-def _memories(tensors: _Memories) -> list[tuple[Memory, tuple[Any, ...]]]:
-    """The memory of each tensor, or of each slice with its place in the tensor."""
-    if isinstance(tensors, _tpde.PlainTensors):
-        tensors = tensors.memories()
-    return [(one[0], one[1:]) if len(one) == 4 else (one, ()) for one in tensors]
-
-
-def _described(tensors: _Memories) -> list[tuple[Any, ...]]:
-    return [(name, dtype, shape, bytes, *place) for (name, dtype, shape, _, bytes, _), place in _memories(tensors)]
-
-
-def _addresses(tensors: _Memories) -> list[int]:
-    return [memory[3] for memory, _ in _memories(tensors)]
+def _split(tensors: _Memories) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Of each tensor or slice all but address and owner; and the addresses."""
+    listed: Any = tensors.memories() if isinstance(tensors, _tpde.PlainTensors) else tensors
+    each = [(one[0], one[1:]) if len(one) == 4 else (one, ()) for one in listed]
+    return [(*memory[:3], memory[4], *place) for memory, place in each], [memory[3] for memory, _ in each]
 
 
 def _same(snapshot: StateSnapshot | None, tensors: Mapping[str, Any] | None) -> bool:
@@ -219,8 +209,8 @@ class Application:
 
     def __init__(self, pair: DevicePair, tensors: _Memories, base: _Memories, mode: str, *, digests: bool = True) -> None:
         self.mode = mode
-        #: What tensors must have for it to run on them, if it is kept.
-        self.described: tuple[Any, Any] | None = None
+        #: Mode, and what tensors must have for it to run on them, if it is kept.
+        self.described: Any = None
         device = pair._device
         scratch = _SCRATCH if pair._index.numel() <= 1 << 20 else _SCRATCH_BESIDE_LARGE
         plan = pair._raw.plan_all(tensors, base, mode, scratch_most=scratch, digests=digests)
@@ -241,7 +231,7 @@ class Application:
     def run(
         self, pair: DevicePair, progress: Progress, *, commits: bool = True, meanwhile: Callable[[], object] | None = None
     ) -> bool:
-        """Runs on the current stream and waits. True if tensors were changed. ``pair`` must be the pair of this application.
+        """Runs on the current stream and waits. False if tensors in place already were the target. ``pair`` is that of this application.
 
         Unless it ``commits``, it checks all and writes nothing; the mode is then ``"all_checked"``. ``meanwhile`` is called while the
         device works.
@@ -258,33 +248,42 @@ class Application:
             begin = time.perf_counter()
             applied, queued = self.raw.run(handle, callback, commits=commits, meanwhile=meanwhile)
             device.queued = begin + queued
+        if not applied and self.mode == "out_of_place":
+            raise AlreadyApplied("already applied: the base is the target of this pair")
         return applied
 
+    def fits(
+        self, mode: str, base: Mapping[str, Any] | None, target: Mapping[str, Any] | None = None, *, strict: bool = False
+    ) -> bool:
+        """Whether it is for these tensors. Without ``target``, it makes tensors of its own."""
+        is_alike = self.mode == mode and (self.results is None) == (target is not None) and (self.is_complete or not strict)
+        return is_alike and _same(self.target, target) and _same(self.base, base)
 
-class Opening:
-    """A pair that a thread opens and uploads for one call, while tensors are described. Other threads read its payloads."""
 
-    def __init__(self, pair: StrPath, expect: Digest | None, device: Any) -> None:
-        self._path, self._expect = path_of(pair), digest_of(expect)
-        self._device = Device.of(device)
-        self._raw = None
-        if not self._device.is_capturing():  # it is refused when the pair is made ready
-            self._index = self._device.memory(_INDEX_AHEAD, "the index of a pair")
-            address = _address_and_bytes(self._index)
-            self._raw = _tpde.Opening.start(self._device.raw, self._path, self._expect, address, self._index)
+def open_ahead(
+    pair: StrPath, expect: Digest | None, device: Any, *states: Mapping[str, Any] | None
+) -> tuple[_tpde.Pair, DevicePair | None, list[_tpde.Columns | None]]:
+    """Opens a pair for one call: the pair, the pair on the device unless its index needs more memory, and the columns of state dicts
+    there. A thread opens and uploads the pair while columns are made. Other threads read its payloads."""
+    path, digest, on, raw = path_of(pair), digest_of(expect), Device.of(device), None
+    if not on.is_capturing():  # it is refused when the pair is made ready
+        index = on.memory(_INDEX_AHEAD, "the index of a pair")
+        raw = _tpde.Opening.start(on.raw, path, digest, _address_and_bytes(index), index)
+    columns = [None if one is None else _columns_of(one, on) for one in states]
+    opened = None if raw is None else raw.wait()
+    if opened is None:
+        return open_pair(path, expect=expect), None, columns
+    if opened[1] is None:
+        return opened[0], None, columns
+    made = DevicePair.__new__(DevicePair)
+    made._set(path, opened[0], on, index, is_kept=False)
+    made._raw = opened[1]
+    return opened[0], made, columns
 
-    def columns_of(self, tensors: Mapping[str, Any]) -> _tpde.Columns | None:
-        """The columns of tensors on the device."""
-        items = list(tensors.items())  # once, because another thread may change the mapping
-        return torch_tensors.columns_of([name for name, _ in items], [tensor for _, tensor in items], self._device.torch)
 
-    def wait(self) -> tuple[_tpde.Pair, DevicePair | None]:
-        """The pair, and the pair on the device, unless its index needs more memory."""
-        opened = None if self._raw is None else self._raw.wait()
-        if opened is None:
-            return open_pair(self._path, expect=self._expect), None
-        pair, raw = opened
-        return pair, None if raw is None else DevicePair._of_raw(self._path, pair, self._device, self._index, raw)
+def _columns_of(tensors: Mapping[str, Any], device: Device) -> _tpde.Columns | None:
+    items = list(tensors.items())  # once, because another thread may change the mapping
+    return torch_tensors.columns_of([name for name, _ in items], [tensor for _, tensor in items], device.torch)
 
 
 class DevicePair:
@@ -326,14 +325,6 @@ class DevicePair:
         """A `DevicePair` for a single call, from an open pair. Threads begin to read the payloads."""
         opened = cls.__new__(cls)
         opened._open(path, pair, device, payloads, None, ahead=True)
-        return opened
-
-    @classmethod
-    def _of_raw(cls, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor, raw: _tpde.DevicePair) -> DevicePair:
-        """A `DevicePair` for a single call, whose index has been uploaded."""
-        opened = cls.__new__(cls)
-        opened._set(path, pair, device, index, is_kept=False)
-        opened._raw = raw
         return opened
 
     def _set(self, path: str, pair: _tpde.Pair, device: Device, index: torch.Tensor, *, is_kept: bool) -> None:
@@ -392,14 +383,15 @@ class DevicePair:
         application that ran."""
         self._device.refuse_capture("applying a pair")
         application = self._kept.pop("", None)
-        if application is not None:
-            is_alike = application.mode == mode and application.described == (_described(tensors), _described(base))
-            if not is_alike or not application.raw.move_to(_addresses(tensors), _addresses(base)):
+        if application is not None or self._is_kept:
+            (tensors_as, at), (base_as, base_at) = _split(tensors), _split(base)
+            described = mode, tensors_as, base_as
+            if application is not None and not (application.described == described and application.raw.move_to(at, base_at)):
                 application = None
         if application is None:
             application = Application(self, tensors, base, mode)
-            if self._is_kept:
-                application.described = (_described(tensors), _described(base))
+        if self._is_kept:
+            application.described = described
         return application.run(self, progress, meanwhile=meanwhile), application
 
     def _apply_after(self, before: list[DevicePair], tensors: _Memories, progress: Progress, *, scratch: int | None) -> bool:
@@ -419,21 +411,11 @@ class DevicePair:
             apply = device.with_room(_tpde.DevicePair.apply_chain)
             return apply(raw, tensors, stream.cuda_stream, _address_and_bytes(memory), progress=callback)
 
-    def _rebuild(
-        self, outputs: _Memories, base: _Memories, progress: Progress, *, meanwhile: Callable[[], object] | None = None
-    ) -> Application:
-        """Rebuilds tensors or slices from ``base``. Returns the application that ran."""
-        applied, application = self._apply(outputs, base, "out_of_place", progress, meanwhile=meanwhile)
-        _require(applied=applied)
-        return application
-
     def _run_again(self, application: Application, progress: Progress, *, meanwhile: Callable[[], object] | None = None) -> bool:
         """Runs a kept application, and keeps it. False if tensors in place already were the target."""
         self._device.refuse_capture("applying a pair")
         applied = application.run(self, progress, meanwhile=meanwhile)
         self._kept[""] = application
-        if application.mode == "out_of_place":
-            _require(applied=applied)
         return applied
 
     def _remember(
@@ -452,15 +434,10 @@ class DevicePair:
         application.versioned, application.is_complete, application.results = versioned or [], is_complete, results
         self._kept[""] = application
 
-    def _take_kept(
-        self, target: Mapping[str, Any], base: Mapping[str, Any] | None, mode: str, *, strict: bool
-    ) -> Application | None:
-        """Takes the kept application if it is for these tensors."""
+    def _take_kept(self, *of: Any, strict: bool = False) -> Application | None:
+        """Takes the kept application if it fits. The arguments are those of :meth:`Application.fits`."""
         application = self._kept.pop("", None)
-        if application is None:
-            return None
-        is_alike = application.mode == mode and application.results is None and (application.is_complete or not strict)
-        if is_alike and _same(application.target, target) and _same(application.base, base):
+        if application is None or application.fits(*of, strict=strict):
             return application
         self._kept[""] = application
         return None
@@ -473,11 +450,8 @@ class DevicePair:
             is_own = parsed == own or (parsed == torch.device("cuda") and torch.cuda.current_device() == own.index)
         except (RuntimeError, TypeError):  # `check_device` reports it
             return None
-        application = self._kept.pop("", None) if is_own else None
-        if application is None:
-            return None
-        if application.results is None or not _same(application.base, base):
-            self._kept[""] = application
+        application = self._take_kept("out_of_place", base) if is_own else None
+        if application is None or application.results is None:
             return None
         empty = torch.empty
         try:
@@ -488,8 +462,3 @@ class DevicePair:
             return None
         self._run_again(application, progress)
         return tensors
-
-
-def _require(*, applied: bool) -> None:
-    if not applied:
-        raise AlreadyApplied("already applied: the base is the target of this pair")

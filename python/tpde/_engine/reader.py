@@ -16,7 +16,7 @@ from .._core.progress import Progress, progress_callback
 from .._files.paths import Digest, StrPath, check_digest, is_path, open_pair, path_of
 from .._memory.arrays import NumPyAllocator, describe_each, device_of, together
 from .._memory.index import complete, selected
-from .._memory.tensor import Entry, Memories, is_packed
+from .._memory.tensor import Entry, Memories, SliceMemory, is_packed
 
 
 def allocator_of(framework: str, device: Any, *, as_integers: bool = False) -> tuple[Any, Any]:
@@ -80,12 +80,10 @@ class Reader:
         return {entry.name: entry for entry in listed}
 
     def _open_on_device(self, pair: Any, expect: Digest | None, *, is_read_once: bool) -> None:
-        from .device import DevicePair, Opening
+        from .device import DevicePair, open_ahead
 
         if is_read_once and not isinstance(pair, DevicePair):
-            opening = Opening(pair, expect, self.device)
-            self.columns = None if self.tensors is None else opening.columns_of(self.tensors)
-            opened, ready = opening.wait()
+            opened, ready, (self.columns,) = open_ahead(pair, expect, self.device, self.tensors)
             self.on_device = ready or DevicePair._of_opened(pair, opened, self.device)
         elif not isinstance(pair, DevicePair):
             self.on_device = DevicePair(pair, self.device, payloads="file", expect=expect)
@@ -120,7 +118,7 @@ class Reader:
         results = {name: self.allocator.empty(name, dtype, shape) for name, dtype, shape in kinds}
         outputs = [memory for _, memory in results.values()]
         if self.on_device is not None:
-            application = self.on_device._rebuild(together(outline, outputs), base or [], progress)
+            _, application = self.on_device._apply(together(outline, outputs), base or [], "out_of_place", progress)
             if names is None and self.on_device_is_kept:
                 shapes = [(name, [*tensor.shape], tensor.dtype) for name, (tensor, _) in results.items()]
                 self.on_device._remember(application, None, self.tensors, results=shapes)
@@ -141,9 +139,9 @@ class Reader:
             ends = map(int.__add__, origin, extent)
             return self.read([entry.name])[entry.name][tuple(map(slice, origin, ends))].reshape(shape).clone()
         tensor, memory = self.allocator.empty(entry.name, entry.dtype, shape)
-        whole = (entry.name, entry.dtype, entry.shape, *memory[3:])
+        held: list[SliceMemory] = [((entry.name, entry.dtype, entry.shape, *memory[3:]), origin, extent, None)]
         base = self.base_of(self.pair.outline([entry.name]))
-        self.pair.read_slices([(whole, origin, extent, None)], base=base, digests=digests, progress=None)
+        self.pair.read(held, base=base, digests=digests, progress=None)
         return self._to_device(tensor)
 
 

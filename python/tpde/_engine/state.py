@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace as replace_fields
-from functools import cached_property
 from itertools import compress, islice
 from typing import Any, Union
 
@@ -18,9 +16,8 @@ from .._core.progress import Progress, progress_callback
 from .._files.paths import Digest, EncodeReport, StrPath, check_digest, is_path, new_pair_of, open_pair, path_of, report
 from .._memory.arrays import check_writable, describe_all, describe_each, device_of, places_of
 from .._memory.slices import Slice, checked, describe_saved, device_of_slices, is_slices
-from .._memory.tensor import Entry, Memories
-from .application import Mode, Outcome, apply_steps, on_device, opened_of, split_steps, told_if_written, unusable_after_errors
-from .reader import Reader, bases, state_of
+from .application import Change, Mode, Outcome, Written, base_of, on_device, opened_of, split_steps
+from .reader import Reader, state_of
 
 
 def load(
@@ -69,7 +66,8 @@ def save(
         first = first_names(before, rank) if isinstance(before, Mapping) else {}
         # Files have one name of tied tensors of the base.
         options = {**options, "renamed": {**{name: first[name] for name in target if name in first}, **options["renamed"]}}
-    device = device_of_held(target) if encoder is None else encoder.device
+    device = device_of_slices(target) if isinstance(target, list) else device_of(target.values())
+    device = device if encoder is None else encoder.device
     how = {"options": options, "replace": replace}
     name = new_pair_of(path, is_with_base=base is not None)
     encode: Callable[..., str] = _tpde.encode_memory
@@ -129,11 +127,6 @@ def held(value: Any) -> Held:
     return checked(value) if is_slices(value) else saved_of(value)
 
 
-def device_of_held(value: Held) -> Any:
-    """The CUDA device of the tensors or slices; ``None`` for the CPU."""
-    return device_of_slices(value) if isinstance(value, list) else device_of(value.values())
-
-
 def describe_held(value: Held, device: Any) -> list[Any]:
     """The memory of tensors or slices, on this CUDA device; ``None`` for the CPU."""
     device = "cpu" if device is None else device
@@ -168,106 +161,67 @@ def apply_(
     mode: Mode,
     strict: bool,
     expect: Digest | None,
-    progress: Progress,
-    to_inform: Callable[[Mapping[str, Any], list[str]], list[str]],
-    inform: Callable[[list[Any]], Callable[[], None]],
     scratch: int | None = None,
+    progress: Progress,
 ) -> Outcome:
-    """Changes tensors in place, or overwrites them from ``base``.
-
-    ``to_inform(tensors, written)`` returns the names of the tensors that share memory with those that are written. ``inform`` of these
-    tensors returns a function, which is called when they have, or may have, been written.
-    """
+    """Changes tensors in place, or overwrites them from ``base``."""
     check_needed(mode=mode)
     check_kinds(strict=strict, scratch=scratch)
     before, pair = split_steps(pair, base, mode)
     if not strict:
         refuse_rebuilt(target)
-    tensors = dict(state_of(target))  # a copy, because another thread may change the caller's dict
+    tensors: Mapping[str, Any] = dict(state_of(target))  # a copy, because another thread may change the caller's dict
     base_tensors = None if base is None or is_path(base) else state_of(base)
+    how = mode if base is None else "out_of_place"
     if not is_path(base) and not before and getattr(pair, "_pair", None) is not None:
         check_digest(pair._pair, expect)
-        kept = pair._take_kept(tensors, base_tensors, mode if base is None else "out_of_place", strict=strict)
-        if kept is not None:
-            written = _Written(tensors, lambda: list(kept.versioned), inform)
-            overwriting = unusable_after_errors() if base is not None else contextlib.nullcontext()
-            with told_if_written(written.tell), overwriting:
-                applied = pair._run_again(kept, progress, meanwhile=written.prepare)
-            return written.outcome(applied=applied)
+        if (kept := pair._take_kept(how, base_tensors, tensors, strict=strict)) is not None:
+            known = Written({name: tensors[name] for name in kept.versioned})
+            return known.by(lambda: pair._run_again(kept, progress, meanwhile=lambda: known.tell), overwrites=base is not None)
     opened, ready, columns, base_columns = _open(pair, tensors, base, base_tensors, expect)
-    outline = opened.outline()
-    names, is_written = outline.names(), outline.is_written()
-    under = renamed(tensors, names)
-    if under is not tensors:
-        tensors, columns = dict(under), None
-    found = [name in tensors for name in names]
-    is_complete = all(found)
-    if strict and not is_complete:
-        _refuse_missing(names, tensors, target)
-    if strict and before:
-        _check_steps(before, set(names))
-    if not is_complete:
-        outline, names, is_written = outline.select(found), [*compress(names, found)], [*compress(is_written, found)]
+    steps = [(opened_of(one), one) for one in before]
+    whole = opened.outline()
+    outline, names, under = _resolved(whole, steps, tensors, target, strict=strict)
     if not names:
         return "nothing"
-    values = [tensors[name] for name in names]
+    values = [under[name] for name in names]
     device = device_of(values)
     on: Any = None if device is None else ready if ready is not None and ready.device == device else on_device(device, pair, opened)
-    where = "cpu" if device is None else device
-    outputs = (None if columns is None else outline.plain(columns)) or describe_each(outline, values, writable=True, device=where)
+    plain = None if columns is None or under is not tensors else outline.plain(columns)
+    outputs = plain or describe_each(outline, values, writable=True, device="cpu" if device is None else device)
     if device is None:
         check_writable(places_of(outputs))
     # Earlier steps may change what the last one does not.
-    changed = names if base is not None or before else [*compress(names, is_written)]
-    written = _Written(tensors, lambda: to_inform(tensors, changed), inform)
-    application = None
-    is_checked = mode == "all_checked"
-    with told_if_written(written.tell):
-        if base is not None:
-            bases_of = _base_of(outline, base, on, base_columns)
-            applied, application = True, _overwrite(opened, on, outputs, bases_of, written, progress, digests=is_checked)
-        elif before or on is None:
-            applied = apply_steps(before, opened, on, outputs, progress, scratch, checked=is_checked, digests=True)
-        else:
-            applied, application = on._apply(outputs, [], mode, progress, meanwhile=written.prepare)
-    outcome = written.outcome(applied=applied)
-    if applied and application is not None and on is pair:
-        pair._remember(application, tensors, base_tensors, versioned=written.names, is_complete=is_complete)
-    return outcome
+    is_written = [True] * len(names) if base is not None or before else outline.is_written()
+    written = Written(under, [*compress(names, is_written)])
+    of_base = None if base is None else base_of("tensors", outline, base, on, base_columns)
+    change = Change(opened, on, outputs, how, of_base, steps, base is None or mode == "all_checked", scratch)
+
+    def work() -> bool:
+        applied, application = change.run(progress, meanwhile=lambda: written.tell)
+        if applied and application is not None and on is pair:
+            pair._remember(application, under, base_tensors, versioned=written.names, is_complete=outline is whole)
+        return applied
+
+    return written.by(work, overwrites=base is not None)
 
 
-class _Written:
-    """The tensors that share memory with those that a call writes. What it takes to inform autograd is found once, which a device's
-    work can hide."""
-
-    def __init__(
-        self, tensors: Mapping[str, Any], find: Callable[[], list[str]], inform: Callable[[list[Any]], Callable[[], None]]
-    ) -> None:
-        self._tensors, self._find, self._inform = tensors, find, inform
-
-    @cached_property
-    def names(self) -> list[str]:
-        """Their names."""
-        return self._find()
-
-    @cached_property
-    def prepared(self) -> Callable[[], None]:
-        """The function to call when they have, or may have, been written."""
-        return self._inform([self._tensors[name] for name in self.names])
-
-    def prepare(self) -> None:
-        """Finds all that :meth:`tell` needs."""
-        _ = self.prepared
-
-    def tell(self) -> None:
-        """Informs autograd."""
-        self.prepared()
-
-    def outcome(self, *, applied: bool) -> Outcome:
-        """The outcome of a call that has ended without an error."""
-        if applied:
-            self.tell()
-        return "applied" if applied else "already_applied"
+def _resolved(
+    outline: _tpde.Outline, before: list[tuple[_tpde.Pair, Any]], tensors: Mapping[str, Any], target: Any, *, strict: bool
+) -> tuple[_tpde.Outline, list[str], Mapping[str, Any]]:
+    """The tensors of a pair that are among the given ones, their names, and all given ones under the pair's names."""
+    names = outline.names()
+    tensors = renamed(tensors, names)
+    found = [name in tensors for name in names]
+    if not all(found):
+        if strict:
+            _refuse_missing(names, tensors, target)
+        return outline.select(found), [*compress(names, found)], tensors
+    for number, (one, _) in enumerate(before if strict else [], 1):
+        if further := {*one.outline().names()} - {*names}:
+            name = min(further)
+            raise InvalidArgument(f"pair {number} has tensor {name!r}, which the last pair lacks; strict=False leaves it as it is")
+    return outline, names, tensors
 
 
 def _open(
@@ -277,34 +231,11 @@ def _open(
     device = device_of([*islice(tensors.values(), 1)])
     if is_path(base) or device is None or getattr(pair, "_pair", None) is not None:
         # The base in files goes with the files of the pair.
-        return opened_of(pair if not is_path(base) else path_of(pair), base, expect)[0], None, None, None
-    from .device import Opening
+        return opened_of(pair if not is_path(base) else path_of(pair), base, expect), None, None, None
+    from .device import open_ahead
 
-    opening = Opening(pair, expect, device)
-    columns = opening.columns_of(tensors)
-    base_columns = None if base_tensors is None else opening.columns_of(base_tensors)
-    return *opening.wait(), columns, base_columns
-
-
-def _base_of(outline: _tpde.Outline, base: Any, on: Any, columns: _tpde.Columns | None) -> Memories | None:
-    """The base tensors; ``None`` if the base is files."""
-    if not is_path(base):
-        return bases(outline, state_of(base), "cpu" if on is None else on.device, columns)
-    if on is not None:
-        raise InvalidArgument("the base of tensors on a CUDA device must be on that device too, not in files")
-    return None
-
-
-def _overwrite(
-    opened: _tpde.Pair, on: Any, outputs: Memories, base: Memories | None, written: _Written, progress: Progress, *, digests: bool
-) -> Any:
-    """Rebuilds tensors from a separate base, whatever they hold. Returns the application if one ran on a device."""
-    with unusable_after_errors():
-        if on is not None:
-            return on._rebuild(outputs, base or [], progress, meanwhile=written.prepare)
-        with progress_callback(progress, "apply") as callback:
-            opened.read(outputs, base=base, digests=digests, progress=callback)
-    return None
+    opened, ready, (columns, base_columns) = open_ahead(pair, expect, device, tensors, base_tensors)
+    return opened, ready, columns, base_columns
 
 
 def _refuse_missing(names: list[str], tensors: Mapping[str, Any], target: Any) -> None:
@@ -319,14 +250,3 @@ def _refuse_missing(names: list[str], tensors: Mapping[str, Any], target: Any) -
     raise InvalidArgument(
         f"the pair has tensor {missing[0]!r}{and_more(missing)}, which is missing among the given ones{but}; strict=False skips it"
     )
-
-
-def _check_steps(before: list[Any], last: set[str]) -> None:
-    """Raises if a pair before the last one has a tensor that the last one lacks: it would keep its old content."""
-    for number, one in enumerate(before, 1):
-        opened = one._pair if hasattr(one, "_pair") else open_pair(one)
-        for entry in map(Entry._make, opened.tensors()):
-            if entry.name not in last:
-                raise InvalidArgument(
-                    f"pair {number} has tensor {entry.name!r}, which the last pair lacks; strict=False leaves it as it is"
-                )

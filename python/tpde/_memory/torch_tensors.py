@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -173,6 +173,28 @@ def _storage(tensor: Any) -> int | None:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, not initialized, or no memory of its own
         return None
+
+
+def in_storages_of(tensors: Mapping[str, Any], written: list[str]) -> list[str]:
+    """Names of all tensors in the storages of those that are written."""
+    storages = dict(zip(tensors, storages_of(list(tensors.values()))))
+    changed = {storages[name] for name in written} - {None}
+    return [name for name, storage in storages.items() if storage in changed]
+
+
+def version_raiser(tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """A function that increments the autograd version counter of each tensor once. Those of views are those of their parameters."""
+    # Tensors made in inference mode have no version counters.
+    counted = [one for one in {id(one): one for one in tensors}.values() if not one.is_inference()]
+
+    def raise_versions() -> None:
+        try:
+            torch.autograd.graph.increment_version(counted)
+        except (AttributeError, TypeError, RuntimeError):  # PyTorch before 2.6 takes a single tensor
+            for tensor in counted:
+                torch.autograd.graph.increment_version(tensor)
+
+    return raise_versions
 
 
 class StateSnapshot:

@@ -520,7 +520,7 @@ class DeviceWeight(Weight):
 
     def rebuilt(self) -> torch.Tensor:
         own = torch.empty(self.bytes, dtype=torch.uint8, device=self.torch_device)
-        self.on_device._rebuild([self.memory(own)], self.base_memory(), None)
+        self.on_device._apply([self.memory(own)], self.base_memory(), "out_of_place", None)
         return self.view(own)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None, cast: bool) -> torch.Tensor:

@@ -33,7 +33,7 @@ from .._memory.arrays import check_writable, device_of
 from .._memory.slices import Slice, device_of_slices
 from .._memory.tensor import byte_shape, is_packed
 from .._memory.torch_tensors import dtype_of, same_bits
-from ..torch import _raise_versions_of_slices, apply_slices_
+from ..torch import apply_slices_
 from . import _map
 from ._contents import Elements, Refusal
 from ._cuts import Rectangles, cut, index_of, is_within, volume, whole_of, within
@@ -392,7 +392,7 @@ class Prepared:
         for some in _groups(self._first, self._of_kept):
             # What is kept is on the CPU, also if the pair is on a device.
             pair = os.fspath(self._pair) if found else self._pair
-            found.append(SlicesApplication(some, pair, **how, on_written=_raise_versions_of_slices))
+            found.append(SlicesApplication(some, pair, **how))
         return found
 
     def apply(self, *, progress: Progress = None) -> Report:
@@ -514,7 +514,7 @@ def _check(slices: list[Slice], pair: Any, expect: Digest | None) -> None:
     if device_of_slices(slices) is None:
         _decode_apart(slices, pair, expect)
     else:
-        SlicesApplication(slices, pair, expect=expect, is_planned=True, on_written=_raise_versions_of_slices).check()
+        SlicesApplication(slices, pair, expect=expect, is_planned=True).check()
 
 
 def _decode_apart(slices: list[Slice], pair: Any, expect: Digest | None) -> list[torch.Tensor]:
