@@ -21,6 +21,7 @@ mod rebuild;
 mod run;
 #[cfg(feature = "store")]
 mod store;
+mod temporary;
 
 use pyo3::prelude::*;
 
@@ -41,12 +42,14 @@ mod _tpde {
     #[pymodule_export]
     use super::pair::Pair;
     #[pymodule_export]
-    use super::paths::{apply, encode, encode_memory, fold, inspect, merge, tensor_names, verify};
+    use super::paths::{apply, encode, encode_memory, fold, inspect, merge, tensor_names, verify, write_new};
     #[pymodule_export]
     use super::rebuild::{Captured, Launched, Plan, Rebuild};
     #[cfg(feature = "store")]
     #[pymodule_export]
     use super::store::{OpenVersion, Store};
+    #[pymodule_export]
+    use super::temporary::TemporaryFolder;
 
     use pyo3::prelude::*;
 

@@ -6,12 +6,14 @@ use crate::memory::Tensors;
 use crate::pair::open;
 use crate::run::{Steering, run};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use serde_json::json;
 use std::collections::{BTreeMap, HashSet};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use tpde::{
     Apply, Chain, Checkpoint, Codec, CodecChoice, Encode, EncodeOptions, EncodeReport, Error, Favor, FileSource, FormatVersion,
-    Layout, MemoryCheckpoint, Merge, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
+    Layout, MemoryCheckpoint, Merge, OutputFile, Pair, PairPaths, Rectangle, Result, SafetensorsCheckpoint, TensorReport, Verify,
 };
 
 /// Path of a pair, and the pair digest that the caller expects.
@@ -92,6 +94,15 @@ impl Base {
         static EMPTY: MemoryCheckpoint<'static> = MemoryCheckpoint::EMPTY;
         self.0.as_ref().map_or(&EMPTY, |base| base)
     }
+}
+
+/// Writes a file unless it exists, and returns whether it did. The file appears complete and synced.
+#[pyfunction]
+pub fn write_new(py: Python<'_>, path: PathBuf, content: PyBackedBytes) -> PyResult<bool> {
+    run(py, None, 0, |_| match OutputFile::create(&path, &[], false).and_then(|file| file.publish(&content)) {
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AlreadyExists => Ok(false),
+        written => written.map(|()| true),
+    })
 }
 
 /// Names of the tensors of a checkpoint in files.

@@ -43,7 +43,7 @@ class Failing:
 
 ERRORS = {
     "merge": (_checker, "merge_expected", tpde.SystemRefused("no space left on the device")),
-    "folder": (_checker.tempfile, "TemporaryDirectory", OSError("no space left on the device")),
+    "folder": (_checker, "TemporaryFolder", OSError("no space left on the device")),
 }
 
 
@@ -118,9 +118,9 @@ def test_merged_pairs_are_deleted_after_the_pause(tmp_path: Path) -> None:
         folder = engine.subscriber._checker._folder
         assert folder is not None
         engine.subscriber.commit(answer=False)
-        assert engine.subscriber.version == version and len([*Path(folder.name).iterdir()]) == 2
+        assert engine.subscriber.version == version and len([*folder.path.iterdir()]) == 2
         after()
-        assert not Path(folder.name).exists()
+        assert not folder.path.exists()
 
 
 class Sharded:

@@ -27,7 +27,6 @@ import functools
 import io
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ from . import _tpde
 from ._core.arguments import check_kinds, check_needed
 from ._core.errors import InvalidArgument, StoreError, make_error
 from ._core.options import ShardOptions, Unpack, checked
-from ._core.scratch import scratch
+from ._core.scratch import TemporaryFolder
 from ._files.merge import merge
 from ._files.paths import StrPath, path_or_none
 from ._memory.arrays import check_writable, describe
@@ -154,7 +153,7 @@ class StorageWriter(_WithId, _storage.StorageWriter):
         #: The version that was saved last, on the coordinator.
         self.version: Version | None = None
         self._options = checked(ShardOptions, options, payload_digests=True)
-        self._work: tempfile.TemporaryDirectory[str] | None = None
+        self._work: TemporaryFolder | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
@@ -162,7 +161,7 @@ class StorageWriter(_WithId, _storage.StorageWriter):
 
     def _clean(self) -> None:
         if self._work is not None:
-            self._work.cleanup()
+            self._work.close()
         self._work = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
@@ -186,8 +185,8 @@ class StorageWriter(_WithId, _storage.StorageWriter):
             one = _to_save(item, planner)
             results.append(_storage.WriteResult(item.index, one.tensor.numel() * one.tensor.element_size(), None))
             slices.append(one)
-        self._work = tempfile.TemporaryDirectory(dir=scratch())
-        pair = Path(self._work.name) / "shards"
+        self._work = TemporaryFolder()
+        pair = self._work.path / "shards"
         described = describe_saved(slices)
         if described:
             if step.base is None:
@@ -196,9 +195,8 @@ class StorageWriter(_WithId, _storage.StorageWriter):
                 parts: dict[str, list[tuple[list[int], list[int]]]] = {}
                 for (name, *_), origin, extent, _ in described:
                     parts.setdefault(name, []).append((origin, extent))
-                open_base = functools.partial(
-                    self.store._store.open_version, step.base, have=[], cache=str(Path(self._work.name) / "base")
-                )
+                cache = self._work.path / "base"
+                open_base = functools.partial(self.store._store.open_version, step.base, have=[], cache=cache)
                 if self._options["derived"]:
                     _add_sources(parts, open_base(parts={}).tensors())
                 base = open_base(parts=parts)
@@ -213,14 +211,13 @@ class StorageWriter(_WithId, _storage.StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[_storage.WriteResult]]) -> None:
         stored = [one.storage_data for rank in results for one in rank if one.storage_data is not None]
-        work = tempfile.TemporaryDirectory(dir=scratch()) if self._work is None else self._work
-        with work as folder:
-            pairs = [self.store._store.download_pair(one, folder) for one in stored] or [Path(folder) / "shards"]
+        with self._work or TemporaryFolder() as folder:
+            pairs = [self.store._store.download_pair(one, folder) for one in stored] or [folder / "shards"]
             if not Path(f"{pairs[0]}.tpde-index").exists():  # no rank has elements
                 _tpde.encode_memory([], pairs[0], base=None, options=self._options, replace=False, progress=None)
             if len(pairs) > 1:
-                merge(pairs, Path(folder) / "merged", files=False, payload_digests=True)
-            pair = Path(folder) / "merged" if len(pairs) > 1 else pairs[0]
+                merge(pairs, folder / "merged", files=False, payload_digests=True)
+            pair = folder / "merged" if len(pairs) > 1 else pairs[0]
             values = {**_checked_metadata(self.metadata), KEY: json.dumps(_kept(metadata))}
             if self._id is not None:
                 values[ID] = self._id

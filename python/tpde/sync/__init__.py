@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -37,7 +36,7 @@ from torch import nn
 
 from .._core import errors as _errors
 from .._core.arguments import check_kinds
-from .._core.scratch import scratch
+from .._core.scratch import TemporaryFolder
 from .._core.version import Version
 from .._files.merge import merge_expected
 from .._files.paths import inspect
@@ -320,8 +319,8 @@ class Publisher:
             return inspect(path)
 
         def encode() -> tuple[None, bytes]:
-            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
-                own = Path(folder) / "own"
+            with TemporaryFolder() as folder:
+                own = folder / "own"
                 return None, message_of(own) if save(own) else b""
 
         _, received = self._source.gather(encode)
@@ -329,8 +328,8 @@ class Publisher:
             return None
         try:
             path = self._channel.pair(name)
-            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
-                merge_expected([(one, None) for one in written(Path(folder), received)], path, replace=True)
+            with TemporaryFolder() as folder:
+                merge_expected([(one, None) for one in written(folder, received)], path, replace=True)
             return inspect(path)
         except Exception as error:
             self._failure = error

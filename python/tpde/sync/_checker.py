@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from .._core.errors import reason_of
-from .._core.scratch import scratch
+from .._core.scratch import TemporaryFolder
 from .._engine.device import SideStream
 from .._files.merge import merge_expected
 from .._files.paths import digest_of, inspect
@@ -31,7 +30,7 @@ class Checker:
         #: Time of the checks of the last version.
         self.milliseconds = 0.0
         self._merged: dict[tuple[str, ...], tuple[Path, str]] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
 
     def begin(self, version: int) -> None:
         """Pairs that arrive from now on belong to the version after this one."""
@@ -87,9 +86,8 @@ class Checker:
         if digests not in self._merged:
             if self._folder is None:
                 # A group's folder belongs to this rank, and may be in memory.
-                within = self._channel.path if self._channel.is_live else None
-                self._folder = tempfile.TemporaryDirectory(dir=scratch(within))
-            path = Path(self._folder.name) / f"{version:08}-{len(self._merged)}"
+                self._folder = TemporaryFolder(self._channel.path if self._channel.is_live else None)
+            path = self._folder.path / f"{version:08}-{len(self._merged)}"
             merge_expected([(self._channel.pair(one["pair"]), digest_of(one["digest"])) for one in stored], path)
             self._merged[digests] = path, inspect(path).pair_digest
         return self._merged[digests]
@@ -98,5 +96,5 @@ class Checker:
         """Deletes merged pairs."""
         self._merged.clear()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
             self._folder = None

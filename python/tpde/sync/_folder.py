@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from .. import _tpde
 from .._core.errors import BadCheckpoint, InvalidArgument, asked, make_error
 from .._core.version import Version
 from .._files.paths import path_of
@@ -220,45 +221,4 @@ class Folder:
 
     def _write(self, path: Path, record: Mapping[str, Any]) -> bool:
         """Writes a file unless it exists. It appears complete and synced."""
-        text = json.dumps(record).encode()
-        with asked("write", path):
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                try:
-                    _link_unnamed(text, path, folder)
-                except FileExistsError:
-                    return False
-                except OSError:  # the file system has no unnamed files, or there is no /proc
-                    if not _link_named(text, path):
-                        return False
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        return True
-
-
-def _link_unnamed(text: bytes, path: Path, folder: int) -> None:
-    """Writes an unnamed file, of which nothing is left if the process is killed, and gives it its name."""
-    descriptor = os.open(path.parent, os.O_WRONLY | getattr(os, "O_TMPFILE", os.O_DIRECTORY), 0o666)
-    with open(descriptor, "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(descriptor)
-        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=folder, follow_symlinks=True)
-
-
-def _link_named(text: bytes, path: Path) -> bool:
-    """As :func:`_link_unnamed`, with another name first. False if the file exists."""
-    temporary = path.with_name(f".{uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
+        return _tpde.write_new(path, json.dumps(record).encode())

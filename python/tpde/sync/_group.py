@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -26,7 +25,7 @@ from typing import Any
 
 from .._core.arguments import check_kinds
 from .._core.errors import BadCheckpoint, InvalidArgument, SyncError, asked, make_error
-from .._core.scratch import scratch
+from .._core.scratch import TemporaryFolder
 from .._core.version import Version
 from ..slices._cuts import Rectangles
 from ._collective import Collective, Messages, check_collective
@@ -51,8 +50,8 @@ class Group(Folder):
         check_collective(collective)
         if collective.size < 2:
             raise InvalidArgument(f"the group has {collective.size} rank: expected a publisher and at least one subscriber")
-        self._temporary = tempfile.TemporaryDirectory(dir=scratch()) if path is None else None
-        super().__init__(path if path is not None else self._temporary.name)  # type: ignore[union-attr]
+        self._temporary = TemporaryFolder() if path is None else None
+        super().__init__(path if self._temporary is None else self._temporary.path)  # type: ignore[arg-type]
         self._messages, self._history = Messages(collective), history
         self.rank = self._messages.rank
         # One thread has all collective calls of the publisher, so their order is that of the calls.
@@ -131,7 +130,7 @@ class Group(Folder):
             finally:
                 self._sender.shutdown()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.close()
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         assert self._sender is not None
