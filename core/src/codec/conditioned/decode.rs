@@ -6,7 +6,7 @@ use super::payload::{Payload, segment};
 use super::stream::{CodedSteps, Stream};
 use super::tables::{Lookup, TableSet};
 use super::window::Window;
-use crate::codec::simd::{GROUP, Platform, Prefetch, PrefetchedLines, StreamFence, Tiles};
+use crate::codec::simd::{GROUP, Platform, PrefetchedLines, StreamFence, Tiles};
 use crate::codec::{CopiedBase, Encoded, Fill};
 use crate::dispatch::vectorized;
 use crate::error::{Result, Rule};
@@ -150,10 +150,27 @@ impl Decoder {
                     let (lanes, prefetch) = window.bytes_and_prefetch(start * L::BYTES..end * L::BYTES);
                     coded.find::<L>(platform, classifier, &self.activities, lanes, positions, prefetch);
                 }
-                decode_streams::<L>(&mut segments_now, &mut self.batches, platform, lookup, window.prefetch())?;
+                let prefetch = window.prefetch();
+                match (&mut segments_now[..], &mut self.batches) {
+                    ([one, two], [batch, other]) => {
+                        let steps = [batch.steps::<L>(), other.steps::<L>()];
+                        Stream::decode_two::<L>([&mut one.stream, &mut two.stream], platform, lookup, steps, prefetch)?;
+                    }
+                    ([one], [batch, _]) => one.stream.decode::<L>(platform, lookup, batch.steps::<L>(), prefetch)?,
+                    _ => unreachable!("one or two segments are decoded at a time"),
+                }
                 for (segment, batch) in segments_now.iter().zip(&self.batches) {
                     let Range { start, end } = segment.batch;
-                    target.apply::<L>(&payload, batch, states, start, window.bytes(start * L::BYTES..end * L::BYTES));
+                    let (coded, (values, changed)) = (&batch.coded, batch.values.of::<L>(batch.coded.classes().len()));
+                    let halves = Halves { masks: coded.masks(), values, tiles: tiles_of::<L>(states) };
+                    let lanes = window.bytes(start * L::BYTES..end * L::BYTES);
+                    if payload.low_bits != 0 {
+                        target.rebuild::<L>(&payload, halves, start, lanes);
+                    } else if is_sparse {
+                        target.patch_few::<L>(coded.positions(), values, changed, start, lanes);
+                    } else {
+                        target.patch_many::<L>(halves, changed, lanes);
+                    }
                 }
                 if let [segment] = &segments_now[..] {
                     target.finish(&mut window, segment.batch.end * L::BYTES);
@@ -167,24 +184,6 @@ impl Decoder {
         target.except(&exceptions, window.into_lanes())?;
         Rule::PayloadDeltas.check_eq(encoded.num_deltas as usize, target.changed)?;
         Ok(target.sum)
-    }
-}
-
-/// Decodes the values of the batches of one or two segments.
-fn decode_streams<L: Lane>(
-    segments: &mut [Segment<'_>],
-    batches: &mut [Batch; 2],
-    platform: Platform,
-    lookup: &Lookup,
-    prefetch: Option<Prefetch<'_>>,
-) -> Result<()> {
-    match (segments, batches) {
-        ([one, two], [batch, other]) => {
-            let steps = [batch.steps::<L>(), other.steps::<L>()];
-            Stream::decode_two::<L>([&mut one.stream, &mut two.stream], platform, lookup, steps, prefetch)
-        }
-        ([one], [batch, _]) => one.stream.decode::<L>(platform, lookup, batch.steps::<L>(), prefetch),
-        _ => unreachable!("one or two segments are decoded at a time"),
     }
 }
 
@@ -234,19 +233,6 @@ impl Target {
         }
         window.release(end);
         self.finished = end;
-    }
-
-    /// Applies the values of a batch to its lanes, which begin with lane `first`.
-    fn apply<L: Lane>(&mut self, payload: &Payload<'_>, batch: &Batch, states: usize, first: usize, lanes: &mut [u8]) {
-        let (coded, (values, changed)) = (&batch.coded, batch.values.of::<L>(batch.coded.classes().len()));
-        let halves = Halves { masks: coded.masks(), values, tiles: tiles_of::<L>(states) };
-        if payload.low_bits != 0 {
-            self.rebuild::<L>(payload, halves, first, lanes);
-        } else if self.rows.is_none() {
-            self.patch_few::<L>(coded.positions(), values, changed, first, lanes);
-        } else {
-            self.patch_many::<L>(halves, changed, lanes);
-        }
     }
 
     /// Applies nonzero values to the lanes at their positions. `lanes` begins with lane `first`.

@@ -369,6 +369,7 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
         (stream.words.words, classes.as_chunks::<H>().0, values, changed)
     });
     let direct = _mm512_set1_epi32(DIRECT as i32);
+    let most_bits = _mm512_set1_epi32(16);
     let last_token = _mm512_set1_epi32(tokens as i32 - 1);
     let low = _mm512_set1_epi32(0xFFF);
     for i in 0..steps[0].1.len() {
@@ -398,10 +399,32 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
                 if _mm512_cmpgt_epu32_mask(token[h], last_token) != 0 {
                     return Err(Fault::Value);
                 }
-                x[h] = renormalize(decode_token(x[h], entry[h]), words, read)?;
+                let from_start = _mm512_sub_epi32(_mm512_and_si512(x[h], low), _mm512_and_si512(entry[h], low));
+                let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry[h]), low);
+                let quotient = _mm512_srli_epi32::<12>(x[h]);
+                let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
+                x[h] = renormalize(_mm512_add_epi32(scaled, from_start), words, read)?;
             }
             if wide.iter().fold(0, |all, wide| all | wide) != 0 {
-                decode_bits(x, &mut token, wide, words, read)?;
+                // A token without extra bits is its own value.
+                let mut left = [zero; H];
+                for h in 0..H {
+                    left[h] =
+                        _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
+                    let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
+                    token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
+                }
+                let mut done = zero;
+                while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
+                    for h in 0..H {
+                        let bit_count = _mm512_min_epu32(left[h], most_bits);
+                        let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
+                        token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
+                        left[h] = _mm512_sub_epi32(left[h], bit_count);
+                        x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words, read)?;
+                    }
+                    done = _mm512_add_epi32(done, most_bits);
+                }
             }
             for (values, token) in values.iter_mut().zip(token) {
                 narrow::<L>(token, values);
@@ -413,49 +436,6 @@ pub(super) fn decode_steps<L: Lane, const H: usize, const STREAMS: usize>(
             store_words(states, *x);
         }
         stream.words.read = read;
-    }
-    Ok(())
-}
-
-/// States without their last tokens, given the entries of these.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn decode_token(x: __m512i, entry: __m512i) -> __m512i {
-    let low = _mm512_set1_epi32(0xFFF);
-    let from_start = _mm512_sub_epi32(_mm512_and_si512(x, low), _mm512_and_si512(entry, low));
-    let frequency_minus_1 = _mm512_and_si512(_mm512_srli_epi32::<12>(entry), low);
-    let quotient = _mm512_srli_epi32::<12>(x);
-    let scaled = _mm512_add_epi32(_mm512_mullo_epi32(frequency_minus_1, quotient), quotient);
-    _mm512_add_epi32(scaled, from_start)
-}
-
-/// Replaces tokens by their values: adds the extra bits of those in `wide`. Tokens without extra bits are their own values.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,bmi2,popcnt")]
-fn decode_bits<const H: usize>(
-    x: &mut [__m512i; H],
-    token: &mut [__m512i; H],
-    wide: [__mmask16; H],
-    words: &[[u8; 2]],
-    read: &mut usize,
-) -> Result<(), Fault> {
-    let most_bits = _mm512_set1_epi32(16);
-    let mut left = [_mm512_setzero_si512(); H];
-    for h in 0..H {
-        left[h] = _mm512_maskz_sub_epi32(wide[h], _mm512_srli_epi32::<1>(token[h]), _mm512_set1_epi32(EXTRA_BIAS as i32));
-        let head = _mm512_add_epi32(_mm512_and_si512(token[h], _mm512_set1_epi32(1)), _mm512_set1_epi32(2));
-        token[h] = _mm512_mask_sllv_epi32(token[h], wide[h], head, left[h]);
-    }
-    let mut done = _mm512_setzero_si512();
-    while left.iter().any(|&left| _mm512_test_epi32_mask(left, left) != 0) {
-        for h in 0..H {
-            let bit_count = _mm512_min_epu32(left[h], most_bits);
-            let bits = _mm512_andnot_si512(_mm512_sllv_epi32(_mm512_set1_epi32(-1), bit_count), x[h]);
-            token[h] = _mm512_or_si512(token[h], _mm512_sllv_epi32(bits, done));
-            left[h] = _mm512_sub_epi32(left[h], bit_count);
-            x[h] = renormalize(_mm512_srlv_epi32(x[h], bit_count), words, read)?;
-        }
-        done = _mm512_add_epi32(done, most_bits);
     }
     Ok(())
 }
