@@ -47,7 +47,7 @@ impl<'a> ChainStep<'a> {
 ///
 /// Slices are processed in groups that fit in scratch memory. The first step rebuilds a group there, the others change it there.
 /// Every step compares the CRCs of payloads, the base sums and the target sums, and digests of payloads where the index has one
-/// per payload. The last step compares the digests of its targets, but for those of which slices have some chunks only. If all groups pass, all steps are done again, and the last
+/// per payload. The last step compares the digests of those targets of which all chunks are decoded. If all groups pass, all steps are done again, and the last
 /// one writes the slices. Both passes compare sums and CRCs. If payloads come from a file, which could change between the passes,
 /// both passes also compare digests. If all slices fit in scratch memory and have no gaps between rows, there is no second pass:
 /// the targets are copied from there.

@@ -23,7 +23,7 @@ use tpde_core::rectangle::{Rectangle, first_gap, part_fault};
 ///
 /// A device decodes whole chunks, as [`Apply::in_place_slices`](tpde::Apply::in_place_slices) does. A slice may have some chunks of an
 /// entry whose base has its dtype and shape, or that has no base; then the digests of the entry are not compared, and no other slice
-/// has chunks of it. Other entries must be whole. The rows of each entry must be at one distance: an entry that has only some indexes
+/// has chunks of it. A slice has all of any other entry. The rows of each entry must be at one distance: an entry that has only some indexes
 /// of two or more inner dimensions of the slice is refused.
 ///
 /// ```no_run

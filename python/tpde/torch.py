@@ -222,7 +222,7 @@ def apply_slices_(
             ``__cause__``.
         mode: As for :func:`apply_`. ``"all_checked"`` compares the digests of those tensors and parts of which the slices have all
             elements. For others it compares CRC and sums, and the digests of payloads, which every pair with parts has. On a CUDA
-            device it compares CRC, sums, digests of payloads and digests of targets.
+            device it compares CRC, sums, digests of payloads, and digests of those targets of which all chunks are decoded.
         expect, scratch, progress: As for :func:`apply_`.
 
     Returns:
@@ -230,8 +230,9 @@ def apply_slices_(
 
     Raises:
         Invalid, WrongBase, SystemRefused: As their names say. Nothing was written.
-        NotHeld: In place, the slices have only some elements of a chunk; or the base has. On a CUDA device, also if several slices
-            have chunks of one part. Encode the pair with these slices as parts. Nothing was written.
+        NotHeld: In place, or on a CUDA device, the slices have only some elements of a chunk; or the base lacks lanes of a chunk. On
+            a CUDA device, also if several slices have chunks of one part. Encode the pair with these slices as parts. Nothing was
+            written.
         NotHeld (incomplete): The pair lacks elements of a slice. Nothing was written.
         InvalidArgument: A slice is not within its tensor, has another dtype or shape, has no regular rows, is
             read-only, or shares memory with another one; or a CUDA graph is being captured. Nothing was written.

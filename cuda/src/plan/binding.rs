@@ -48,7 +48,7 @@ pub(crate) struct Portion {
     pub chunks: Vec<Range<u32>>,
     pub output: Extension,
     pub base: Option<Extension>,
-    /// What it was made for: a binding is not tied to an index, and its fields are public.
+    /// The entry and the memory that it was made for. They are compared again, because callers can change the fields of a binding.
     pub of: PortionOf,
 }
 

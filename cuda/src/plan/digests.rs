@@ -47,8 +47,8 @@ pub(crate) struct DigestPlan {
 
 impl DigestPlan {
     /// Plans the digests of a schedule. Returns `None` if the device has none to compare: the index has none, or only the digest
-    /// over all payloads and the application does not read all of them, or the host expands all payloads. If the host `reads_all`
-    /// payloads, it forms the list that the index lacks.
+    /// over all payloads, and neither the application nor the host (`reads_all`) reads all of them, or the host expands all payloads.
+    /// If the host reads all payloads, it forms the list that the index lacks.
     pub fn new(index: &DeviceIndex, schedule: &Schedule, reads_all: bool) -> Option<Self> {
         let records = &index.uploaded.records;
         let mut plan = Self::default();

@@ -164,7 +164,8 @@ impl<'a> ApplyPlan<'a> {
     /// application repeatedly, with payloads that stay in device memory, may compare them in the first launch only.
     ///
     /// The host reads all payloads of the pair once, when the application is prepared, if the index has only the digest over all
-    /// payloads, and codec `zstd` is expanded or a slice in place has some chunks of an entry.
+    /// payloads, and the application reads all of them and the host expands some, or changes some chunks of an entry in place, from
+    /// payloads that are not on the device.
     #[must_use]
     pub fn payload_digests(mut self, compared: bool) -> Self {
         // As on the processor: in place, some chunks of an entry are written after their payloads are known to be those of the pair.
@@ -195,7 +196,8 @@ impl<'a> ApplyPlan<'a> {
         Self { compares_targets: compared, ..self }
     }
 
-    /// States that the outputs are scratch memory, which may become a mixture. Then payloads of other chunks are not read.
+    /// States that the outputs are scratch memory, which may become a mixture: the host then does not read payloads of other chunks.
+    /// Called before [`ApplyPlan::payload_digests`].
     pub(super) fn in_scratch(self) -> Self {
         Self { is_in_scratch: true, ..self }
     }

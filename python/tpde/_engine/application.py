@@ -1,4 +1,4 @@
-"""Applications of pairs to memory in place, or to overwrite it: to slices, and what those to whole tensors share with them."""
+"""Applies pairs to slices in memory. Applications to whole tensors share parts of it."""
 
 from __future__ import annotations
 

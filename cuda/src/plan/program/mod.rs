@@ -75,7 +75,7 @@ pub(crate) enum Work {
 pub(crate) struct Operation {
     pub work: Work,
     pub queue: Queue,
-    /// Numbers of operations on other queues that must complete first. Those that follow from others are left out.
+    /// Numbers of operations on other queues that must complete first. Waits that others imply are left out.
     pub after: Vec<usize>,
     /// Number of operations that wait for this one.
     pub awaited: usize,
@@ -119,7 +119,7 @@ pub(crate) enum TargetChecks {
     Batches(usize),
 }
 
-/// What launches of an application do.
+/// Mode and checks of an application.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Request {
     pub mode: Mode,
@@ -129,7 +129,7 @@ pub(crate) struct Request {
     pub has_frames: bool,
 }
 
-/// What a program does of an application, and on how many streams.
+/// The part of an application that a program runs, and on how many streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Variation {
     Whole,
