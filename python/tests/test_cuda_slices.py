@@ -90,18 +90,18 @@ class TestSlices:
         target = base + random.integers(0, 2, base.shape, dtype=np.int16)
         tpde.numpy.save_file({"w": target}, tmp_path / "pair", base={"w": base}, chunk_lanes=4096, codec="device")
         pair = opened(tmp_path / "pair", kind)
-        for rows in (np.s_[:128], np.s_[64:250], np.s_[64:192]):
-            held, on_cpu = to_device(torch.from_numpy(base[rows].copy())), torch.from_numpy(base[rows].copy())
-            assert tpde.torch.apply_slices_([tpde.Slice("w", rows, held)], pair, mode=mode) == "applied"
-            assert raw(held) == target[rows].tobytes()
+        for part in (np.s_[:128], np.s_[64:250], np.s_[64:192]):
+            held, on_cpu = to_device(torch.from_numpy(base[part].copy())), torch.from_numpy(base[part].copy())
+            assert tpde.torch.apply_slices_([tpde.Slice("w", part, held)], pair, mode=mode) == "applied"
+            assert raw(held) == target[part].tobytes()
             # What the target is applied to is refused alike on the CPU.
-            tpde.torch.apply_slices_([tpde.Slice("w", rows, on_cpu)], tmp_path / "pair", mode=mode)
+            tpde.torch.apply_slices_([tpde.Slice("w", part, on_cpu)], tmp_path / "pair", mode=mode)
             errors = []
             for one, its_pair in ((held, pair), (on_cpu, tmp_path / "pair")):
                 with pytest.raises(tpde.TpdeError) as caught:
-                    tpde.torch.apply_slices_([tpde.Slice("w", rows, one)], its_pair, mode=mode)
+                    tpde.torch.apply_slices_([tpde.Slice("w", part, one)], its_pair, mode=mode)
                 errors.append((type(caught.value), caught.value.code))
-            assert errors[0] == errors[1] and raw(held) == target[rows].tobytes()
+            assert errors[0] == errors[1] and raw(held) == target[part].tobytes()
         with raises(tpde.NotHeld, match="a device decodes whole chunks"):
             tpde.torch.apply_slices_([tpde.Slice("w", np.s_[:100], to_device(torch.from_numpy(base[:100].copy())))], pair)
 
