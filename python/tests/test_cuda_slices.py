@@ -94,7 +94,7 @@ class TestSlices:
             held, on_cpu = to_device(torch.from_numpy(base[part].copy())), torch.from_numpy(base[part].copy())
             assert tpde.torch.apply_slices_([tpde.Slice("w", part, held)], pair, mode=mode) == "applied"
             assert raw(held) == target[part].tobytes()
-            # What the target is applied to is refused alike on the CPU.
+            # A second application fails with the same error on both engines.
             tpde.torch.apply_slices_([tpde.Slice("w", part, on_cpu)], tmp_path / "pair", mode=mode)
             errors = []
             for one, its_pair in ((held, pair), (on_cpu, tmp_path / "pair")):

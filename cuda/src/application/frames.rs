@@ -50,7 +50,7 @@ impl FrameParameter {
     }
 }
 
-/// Where the contents of frames are, and the payloads that are made of them.
+/// Sizes and offsets of the contents of frames, and of the payloads that the device makes of them.
 struct Contents {
     /// Records of the span of the schedule, for the expanded payloads.
     expanded: Vec<ChunkMetadata>,

@@ -37,8 +37,8 @@ pub(crate) struct DigestPlan {
     pub slices: Vec<Range<u32>>,
     /// Size of the payload list in bytes, and the warps that hash it, if the list is formed on the device.
     pub list: Option<(u32, Range<u32>)>,
-    /// Whether the host forms the payload list from the payloads when the application is prepared. It must, if the index has only
-    /// the root, and the host expands some of the payloads or the device does not read all of them.
+    /// Whether the host forms the payload list when the application is prepared. The index then has only the root. Besides, the host
+    /// expands some payloads, or the device does not read all of them.
     pub is_formed_by_host: bool,
     /// Pieces of the warp that is not yet complete, and the number of its threads in use.
     open: Vec<DigestPiece>,
@@ -46,9 +46,12 @@ pub(crate) struct DigestPlan {
 }
 
 impl DigestPlan {
-    /// Plans the digests of a schedule. Returns `None` if the device has none to compare: the index has none, or only the digest
-    /// over all payloads, and neither the application nor the host (`reads_all`) reads all of them, or the host expands all payloads.
-    /// If the host reads all payloads, it forms the list that the index lacks.
+    /// Plans the digests of a schedule. If the host `reads_all` payloads, it forms the list that the index lacks.
+    ///
+    /// Returns `None` if the device has no digests to compare, in three cases:
+    /// - The index has no digests of payloads.
+    /// - It has only the root, and some payloads are not read.
+    /// - It has a list, and the host expands all payloads.
     pub fn new(index: &DeviceIndex, schedule: &Schedule, reads_all: bool) -> Option<Self> {
         let records = &index.uploaded.records;
         let mut plan = Self::default();

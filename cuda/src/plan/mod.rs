@@ -163,9 +163,10 @@ impl<'a> ApplyPlan<'a> {
     /// Sets whether the application compares payload digests, if the index has them. The default is true. A caller that launches an
     /// application repeatedly, with payloads that stay in device memory, may compare them in the first launch only.
     ///
-    /// The host reads all payloads of the pair once, when the application is prepared, if the index has only the digest over all
-    /// payloads, and the application reads all of them and the host expands some, or changes some chunks of an entry in place, from
-    /// payloads that are not on the device.
+    /// If the index has only the digest over all payloads, the host reads all payloads once, when the application is prepared, in two
+    /// cases:
+    /// - The application reads all payloads, and the host expands some.
+    /// - The application changes some chunks of an entry in place, and the payloads are not on the device.
     #[must_use]
     pub fn payload_digests(mut self, compared: bool) -> Self {
         // As on the processor: in place, some chunks of an entry are written after their payloads are known to be those of the pair.

@@ -187,8 +187,7 @@ struct Builder<'a> {
     variation: Variation,
     compares_first: bool,
     operations: Vec<Operation>,
-    /// For each operation: how many operations of the program, by queue, have completed when it has. The last of them is on that
-    /// queue.
+    /// A vector clock per operation. For each queue: the number of its last operation that completes no later, plus one; or 0.
     reached: Vec<[usize; QUEUES]>,
     /// The last operation of each queue.
     last: [Option<usize>; QUEUES],
