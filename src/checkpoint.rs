@@ -57,12 +57,7 @@ pub trait Checkpoint: Sync {
         if let Some(bytes) = self.in_place(tensor_index, offset, size) {
             return Ok(bytes);
         }
-        if scratch.len() < size {
-            scratch.resize(size, 0);
-        }
-        let out = &mut scratch[..size];
-        self.read(tensor_index, offset, out)?;
-        Ok(out)
+        read_into(scratch, size, |out| self.read(tensor_index, offset, out))
     }
 
     /// The rectangles of a tensor that the checkpoint has. They have no elements in common. A checkpoint that holds slices of
@@ -202,9 +197,7 @@ impl Region {
         if let Some(bytes) = self.in_place(of, offset, size) {
             return Ok(bytes);
         }
-        scratch.resize(size.max(scratch.len()), 0);
-        self.read(of, offset, &mut scratch[..size])?;
-        Ok(&scratch[..size])
+        read_into(scratch, size, |out| self.read(of, offset, out))
     }
 
     /// Whether a checkpoint has a range of bytes.
@@ -215,6 +208,16 @@ impl Region {
             |runs: &StridedLayout| runs.try_each(offset, size, |at, range| if holds(at, range.len()) { Ok(()) } else { Err(()) });
         self.runs.as_ref().map_or_else(|| holds(offset, size), |runs| each(runs).is_ok())
     }
+}
+
+/// Returns `size` bytes that `read` puts into `scratch`, which grows if it is too small.
+pub(crate) fn read_into(scratch: &mut Vec<u8>, size: usize, read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<&[u8]> {
+    if scratch.len() < size {
+        scratch.resize(size, 0);
+    }
+    let out = &mut scratch[..size];
+    read(out)?;
+    Ok(out)
 }
 
 /// Reads runs of a tensor into their ranges of `out`, together with the bytes between them if the checkpoint holds those.

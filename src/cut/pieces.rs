@@ -1,7 +1,7 @@
 //! Pieces of the tensors of a checkpoint, as a checkpoint.
 
 use super::converted::ConvertedTensor;
-use crate::checkpoint::{Checkpoint, Region, TensorInfo};
+use crate::checkpoint::{Checkpoint, Region, TensorInfo, read_into};
 use std::path::PathBuf;
 use tpde_core::error::{Error, Result};
 use tpde_core::layout::StridedLayout;
@@ -50,9 +50,7 @@ impl Piece {
         if let Some(bytes) = self.in_place(of, offset, size) {
             return Ok(bytes);
         }
-        scratch.resize(size.max(scratch.len()), 0);
-        self.read(of, offset, &mut scratch[..size])?;
-        Ok(&scratch[..size])
+        read_into(scratch, size, |out| self.read(of, offset, out))
     }
 
     /// Whether the checkpoint has the bytes that `size` bytes from byte `offset` on need.

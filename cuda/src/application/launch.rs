@@ -57,8 +57,8 @@ impl Launcher<'_> {
                 // Its event may be used again.
                 ends[before].take_if(|(_, left)| *left == 0);
             }
-            host_error = host_error.or(self.perform(operation.work, stream)?);
-            if host_error.is_some() {
+            if let Some(error) = self.perform(operation.work, stream)? {
+                host_error = Some(error);
                 self.gather()?;
             } else if operation.awaited > 0 {
                 ends[number] = Some((self.mark(stream)?, operation.awaited));
@@ -91,7 +91,7 @@ impl Launcher<'_> {
 
     /// Returns where digests with these status words are reported. A wrong one sets the flag: then nothing is stored in place.
     fn report(&self, statuses: u64) -> Report {
-        let flag = if self.prepared.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 };
+        let flag = if self.prepared.request.mode == Mode::InPlace(InPlace::AllChecked) { self.prepared.flag } else { 0 };
         Report { statuses, flag }
     }
 
@@ -169,7 +169,7 @@ impl Launcher<'_> {
     }
 
     fn first_mode(&self) -> u32 {
-        match self.prepared.mode {
+        match self.prepared.request.mode {
             Mode::OutOfPlace => mode::OUT_OF_PLACE,
             Mode::InPlace(InPlace::AllChecked) => mode::DRY,
             Mode::InPlace(_) => mode::IN_PLACE, // chunk by chunk

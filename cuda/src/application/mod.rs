@@ -95,17 +95,17 @@ impl<'a> Application<'a> {
         };
         let prepared = Arc::get_mut(&mut self.prepared).ok_or_else(busy)?;
         check_devices(&prepared.index.device().inner, tensors)?;
-        let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.mode != Mode::OutOfPlace)?;
+        let bindings = binding::check(&prepared.index.uploaded.tensors, tensors, prepared.request.mode != Mode::OutOfPlace)?;
         let chunks_of = |one: &Binding| one.portion.as_ref().map(|portion| portion.chunks.clone());
         let kernels_of =
             |bindings: &[Binding]| bindings.iter().map(|one| (one.tensor, one.variant, chunks_of(one))).collect::<Vec<_>>();
         if kernels_of(&bindings) != kernels_of(&prepared.bindings) {
             return Ok(false);
         }
-        let mut table = tensor_table(&prepared.index, &bindings, prepared.mode)?;
+        let mut table = tensor_table(&prepared.index, &bindings, prepared.request.mode)?;
         let target_plan = match &prepared.targets {
             Some(on_device) => {
-                let targets = Targets::new(&prepared.index, &bindings, &prepared.schedule, prepared.mode)?;
+                let targets = Targets::new(&prepared.index, &bindings, &prepared.schedule, prepared.request.mode)?;
                 table.extend(targets.table(on_device.scratch));
                 Some(targets)
             }
@@ -181,7 +181,7 @@ impl<'a> Application<'a> {
     /// [`Error::InvalidArgument`] unless the mode is [`InPlace::AllChecked`](tpde::InPlace::AllChecked), and those of
     /// [`Application::launch`].
     pub fn check(&self, stream: &Stream) -> Result<Pending> {
-        if self.prepared.mode != Mode::InPlace(InPlace::AllChecked) {
+        if self.prepared.request.mode != Mode::InPlace(InPlace::AllChecked) {
             let reason = "only an application in place that checks all chunks first can be checked without writing";
             return Err(Error::InvalidArgument(reason.into()));
         }

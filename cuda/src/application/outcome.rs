@@ -185,7 +185,7 @@ fn check_statuses(prepared: &LaunchData, words: &PinnedBuffer, host_error: Optio
             },
         },
     };
-    if prepared.mode != Mode::InPlace(InPlace::ChunkByChunk) {
+    if prepared.request.mode != Mode::InPlace(InPlace::ChunkByChunk) {
         return Err(first);
     }
     // A chunk whose digest is compared before it is decoded is not decoded if that differs.

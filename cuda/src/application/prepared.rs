@@ -32,9 +32,8 @@ use zerocopy::IntoBytes;
 #[derive(Debug)]
 pub(super) struct LaunchData {
     pub streams: Streams,
-    request: Request,
+    pub request: Request,
     pub index: DeviceIndex,
-    pub mode: Mode,
     pub schedule: Schedule,
     /// Bindings of the tensors. They keep the memory of the tensors alive.
     pub bindings: Vec<Binding>,
@@ -235,7 +234,6 @@ impl LaunchData {
             streams,
             request,
             index,
-            mode,
             schedule,
             bindings,
             scratch,
@@ -295,12 +293,12 @@ impl LaunchData {
         // After an error some parts may have been hashed without the others, so their nodes are reset too. Behind the nodes of
         // targets are the list of payload digests, the flag, and the head of the scratch memory.
         let nodes = self.targets.as_ref().map(DeviceTargets::nodes);
-        let end = match (self.mode, self.scratch) {
+        let end = match (self.request.mode, self.scratch) {
             (Mode::InPlace(InPlace::AllChecked), Some(scratch)) => scratch.address + abi::scratch_head(scratch.slots),
             (Mode::InPlace(InPlace::AllChecked), None) => self.flag + 4,
             _ => nodes.unwrap_or(0) + self.target_plan.as_ref().map_or(0, |targets| targets.plan.node_bytes()),
         };
-        let start = nodes.unwrap_or(if self.mode == Mode::InPlace(InPlace::AllChecked) { self.flag } else { end });
+        let start = nodes.unwrap_or(if self.request.mode == Mode::InPlace(InPlace::AllChecked) { self.flag } else { end });
         // SAFETY: within the memory of this application, which is held until the stream has completed.
         unsafe { copies::fill(cx, start, 0, (end - start) as usize / 4, stream)? };
         Ok(start != end)
